@@ -1,0 +1,1 @@
+"""The control plane: registry, block index, handoff rows and events in Redis; metrics. No torch."""

@@ -1,0 +1,37 @@
+"""The identity of a full block of tokens: a strong hash chained over everything that its KV depends on.
+
+    h[0] = H(salt; "", ids[0:16], fingerprint, adapter)
+    h[i] = H(salt; h[i-1], ids[16i:16i+16], fingerprint, adapter)
+
+Fields are length-prefixed, so no two different inputs spell the same bytes. The hash block is 16 tokens in the
+whole cluster, whatever a pool's block size.
+"""
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from core.ids import BlockHash
+
+HASH_BLOCK_TOKENS = 16
+HASH_BYTES = 16
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int], fingerprint: str, adapter: str = "", salt: bytes = b"") -> BlockHash:
+    """blake2b-128 keyed by the tenant's salt (at most 64 bytes). Token ids must fit 32 unsigned bits."""
+    digest = blake2b(digest_size=HASH_BYTES, key=salt)
+    for part in (parent, struct.pack(f"<{len(token_ids)}I", *token_ids), fingerprint.encode(), adapter.encode()):
+        digest.update(struct.pack("<I", len(part)))
+        digest.update(part)
+    return BlockHash(digest.digest())
+
+
+def hash_chain(token_ids: Sequence[int], fingerprint: str, adapter: str = "", salt: bytes = b"") -> list[BlockHash]:
+    """One hash for each full block of the sequence; a partial last block has none."""
+    chain: list[BlockHash] = []
+    parent = b""
+    for start in range(0, len(token_ids) - HASH_BLOCK_TOKENS + 1, HASH_BLOCK_TOKENS):
+        block = hash_block(parent, token_ids[start : start + HASH_BLOCK_TOKENS], fingerprint, adapter, salt)
+        chain.append(block)
+        parent = block
+    return chain

@@ -1,0 +1,23 @@
+"""Time as a dependency, so that schedulers, leases and the simulator run under a virtual clock."""
+
+import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+"""Seconds that never go back; only differences mean anything."""
+
+monotonic: Clock = time.monotonic
+
+
+class VirtualClock:
+    """A clock that moves only when told. For tests and simulation."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self._now_s = now_s
+
+    def __call__(self) -> float:
+        return self._now_s
+
+    def advance(self, duration_s: float) -> None:
+        assert duration_s >= 0, duration_s
+        self._now_s += duration_s

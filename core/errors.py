@@ -1,0 +1,111 @@
+"""Every error that crosses a boundary, in one tree. Each carries a stable code that the wire and HTTP use."""
+
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """Why a request or handoff ended without its tokens. Values are what clients and metrics see."""
+
+    INVALID = "invalid_request"
+    MODEL_NOT_FOUND = "model_not_found"
+    BUSY = "busy"
+    UNAVAILABLE = "unavailable"
+    STALE = "stale"
+    DEADLINE = "deadline_exceeded"
+    CANCELLED = "cancelled"
+    TRANSFER = "transfer_failed"
+    ENGINE = "engine_error"
+    WORKER_LOST = "worker_lost"
+
+
+class TandemError(Exception):
+    """The root. `retryable` says whether another attempt may succeed within the request's retry budget."""
+
+    code = ErrorCode.ENGINE
+    retryable = False
+
+
+class InvalidRequest(TandemError):
+    """A client's mistake. `field` names the parameter at fault, as the client spelled it."""
+
+    code = ErrorCode.INVALID
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ModelNotFound(TandemError):
+    code = ErrorCode.MODEL_NOT_FOUND
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"the model `{model}` does not exist")
+        self.field = "model"
+
+
+class Busy(TandemError):
+    """A bound was reached; nothing was done. `retry_after_s` is an estimate."""
+
+    code = ErrorCode.BUSY
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(TandemError):
+    """No worker of a needed tier is known."""
+
+    code = ErrorCode.UNAVAILABLE
+
+
+class StaleEpoch(TandemError):
+    """The message names an incarnation or attempt that is over."""
+
+    code = ErrorCode.STALE
+
+
+class DeadlineExceeded(TandemError):
+    code = ErrorCode.DEADLINE
+
+
+class Cancelled(TandemError):
+    code = ErrorCode.CANCELLED
+
+
+class TransferFailed(TandemError):
+    """Blocks did not arrive whole: peer lost, bad digest, wrong chain hash, timeout."""
+
+    code = ErrorCode.TRANSFER
+    retryable = True
+
+
+class EngineFailed(TandemError):
+    code = ErrorCode.ENGINE
+
+
+class WorkerLost(TandemError):
+    code = ErrorCode.WORKER_LOST
+    retryable = True
+
+
+_BY_CODE: dict[ErrorCode, type[TandemError]] = {
+    ErrorCode.UNAVAILABLE: Unavailable,
+    ErrorCode.STALE: StaleEpoch,
+    ErrorCode.DEADLINE: DeadlineExceeded,
+    ErrorCode.CANCELLED: Cancelled,
+    ErrorCode.TRANSFER: TransferFailed,
+    ErrorCode.ENGINE: EngineFailed,
+    ErrorCode.WORKER_LOST: WorkerLost,
+    ErrorCode.BUSY: Busy,
+}
+
+
+def error_from(code: str, message: str, field: str = "") -> TandemError:
+    """The typed error for a code that arrived on a wire; an unknown code becomes EngineFailed."""
+    if code == ErrorCode.INVALID:
+        return InvalidRequest(field, message)
+    if code == ErrorCode.MODEL_NOT_FOUND:
+        return ModelNotFound(field)
+    known = _BY_CODE.get(ErrorCode(code)) if code in ErrorCode else None
+    return (known or EngineFailed)(message)

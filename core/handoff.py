@@ -1,0 +1,53 @@
+"""The states of a handoff and what each side may do in them. No I/O, no clock: both services and the gateway use it.
+
+    granted ─► receiving ─► sealed ─► decoding ─► finished
+       └───────────┴──────────┴──────────┴──────► aborted | failed
+"""
+
+from enum import StrEnum
+
+
+class HandoffState(StrEnum):
+    GRANTED = "granted"
+    RECEIVING = "receiving"
+    SEALED = "sealed"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in _TERMINAL
+
+
+_TERMINAL = frozenset({HandoffState.FINISHED, HandoffState.ABORTED, HandoffState.FAILED})
+_NEXT: dict[HandoffState, frozenset[HandoffState]] = {
+    HandoffState.GRANTED: frozenset({HandoffState.RECEIVING, HandoffState.SEALED}),
+    HandoffState.RECEIVING: frozenset({HandoffState.SEALED}),
+    HandoffState.SEALED: frozenset({HandoffState.DECODING}),
+    HandoffState.DECODING: frozenset({HandoffState.FINISHED}),
+}
+
+
+def can_follow(state: HandoffState, following: HandoffState) -> bool:
+    """Whether the transition is legal. A grant whose prompt is wholly cached is sealed without receiving; any
+    live state may end aborted or failed; a terminal state is final."""
+    if state.is_terminal:
+        return False
+    if following in (HandoffState.ABORTED, HandoffState.FAILED):
+        return True
+    return following in _NEXT[state]
+
+
+class Handoff:
+    """One handoff's state. Owned by whoever tracks it; `advance` asserts that the transition is legal."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state = HandoffState.GRANTED
+
+    def advance(self, following: HandoffState) -> None:
+        assert can_follow(self.state, following), f"{self.state} cannot become {following}"
+        self.state = following

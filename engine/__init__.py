@@ -1,0 +1,1 @@
+"""Inference without any network: model, weights, KV pool, prefix cache, scheduler, sampler."""

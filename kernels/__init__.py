@@ -1,0 +1,1 @@
+"""Attention, cache and matrix kernels: Triton, CPU, and a plain-torch twin of each. Imports nothing here."""

@@ -1,0 +1,1 @@
+"""The prefill tier: computes prompts, samples the first token, sends sealed KV blocks."""
