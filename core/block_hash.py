@@ -17,16 +17,25 @@ HASH_BLOCK_TOKENS = 16
 HASH_BYTES = 16
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int], fingerprint: str, adapter: str = "", salt: bytes = b"") -> BlockHash:
+def hash_block(
+    parent: bytes, token_ids: Sequence[int], fingerprint: str, adapter: str = "", salt: bytes = b""
+) -> BlockHash:
     """blake2b-128 keyed by the tenant's salt (at most 64 bytes). Token ids must fit 32 unsigned bits."""
     digest = blake2b(digest_size=HASH_BYTES, key=salt)
-    for part in (parent, struct.pack(f"<{len(token_ids)}I", *token_ids), fingerprint.encode(), adapter.encode()):
+    for part in (
+        parent,
+        struct.pack(f"<{len(token_ids)}I", *token_ids),
+        fingerprint.encode(),
+        adapter.encode(),
+    ):
         digest.update(struct.pack("<I", len(part)))
         digest.update(part)
     return BlockHash(digest.digest())
 
 
-def hash_chain(token_ids: Sequence[int], fingerprint: str, adapter: str = "", salt: bytes = b"") -> list[BlockHash]:
+def hash_chain(
+    token_ids: Sequence[int], fingerprint: str, adapter: str = "", salt: bytes = b""
+) -> list[BlockHash]:
     """One hash for each full block of the sequence; a partial last block has none."""
     chain: list[BlockHash] = []
     parent = b""

@@ -107,5 +107,4 @@ def error_from(code: str, message: str, field: str = "") -> TandemError:
         return InvalidRequest(field, message)
     if code == ErrorCode.MODEL_NOT_FOUND:
         return ModelNotFound(field)
-    known = _BY_CODE.get(ErrorCode(code)) if code in ErrorCode else None
-    return (known or EngineFailed)(message)
+    return next((kind for known, kind in _BY_CODE.items() if known == code), EngineFailed)(message)

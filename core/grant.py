@@ -43,7 +43,13 @@ class GrantSigner:
         parts = (
             grant.handoff_id.request_id.encode(),
             grant.worker_id.encode(),
-            struct.pack("<qqqq", grant.handoff_id.attempt, grant.epoch, grant.num_prompt_tokens, grant.num_cached_tokens),
+            struct.pack(
+                "<qqqq",
+                grant.handoff_id.attempt,
+                grant.epoch,
+                grant.num_prompt_tokens,
+                grant.num_cached_tokens,
+            ),
             struct.pack(f"<{len(grant.block_ids)}q", *grant.block_ids),
             *(address.encode() for address in grant.addresses),
         )

@@ -1,7 +1,7 @@
 """The states of a handoff and what each side may do in them. No I/O, no clock: both services and the gateway use it.
 
-    granted ─► receiving ─► sealed ─► decoding ─► finished
-       └───────────┴──────────┴──────────┴──────► aborted | failed
+granted ─► receiving ─► sealed ─► decoding ─► finished
+   └───────────┴──────────┴──────────┴──────► aborted | failed
 """
 
 from enum import StrEnum

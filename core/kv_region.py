@@ -40,7 +40,7 @@ class KVRegion:
 
     def view(self, first: BlockId, num_blocks: int = 1) -> memoryview:
         """The bytes of adjacent blocks, writable, without a copy."""
-        assert 0 <= first and first + num_blocks <= self.num_blocks, (first, num_blocks, self.num_blocks)
+        assert first >= 0 and first + num_blocks <= self.num_blocks, (first, num_blocks, self.num_blocks)
         start = first * self.block_bytes
         return memoryview(self.memory)[start : start + num_blocks * self.block_bytes]
 

@@ -1,0 +1,82 @@
+"""The two halves of a session between a gateway and a worker, for either end. Knows neither gRPC nor messages.
+
+    put() put() ─► Outbox ─► batches(): all that gathered, as one list; an empty list is a keepalive
+    heard_within(): a peer's messages, or WorkerLost once it was silent too long
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
+
+from core.clock import Clock, monotonic
+from core.errors import WorkerLost
+
+KEEPALIVE_S = 1.0
+SILENCE_S = 3.0
+MAX_OUTBOX_AGE_S = 10.0
+MAX_OUTBOX_BYTES = 64 << 20
+
+Item = TypeVar("Item")
+
+
+class Outbox(Generic[Item]):
+    """Items for the peer. Never blocks the one who puts; a peer that does not take them in time breaks the session:
+    then batches() raises WorkerLost and put() drops, as whatever the session carried is aborted anyway."""
+
+    def __init__(
+        self, max_bytes: int = MAX_OUTBOX_BYTES, max_age_s: float = MAX_OUTBOX_AGE_S, clock: Clock = monotonic
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._items: list[Item] = []
+        self._num_bytes = 0
+        self._oldest_s = 0.0
+        self._wake = asyncio.Event()
+        self.is_closed = False
+
+    def put(self, item: Item, num_bytes: int = 64) -> None:
+        if self.is_closed:
+            return
+        if not self._items:
+            self._oldest_s = self._clock()
+        self._items.append(item)
+        self._num_bytes += num_bytes
+        too_old = self._clock() - self._oldest_s > self._max_age_s
+        if self._num_bytes > self._max_bytes or too_old:
+            self.close()
+        self._wake.set()
+
+    def close(self) -> None:
+        """End batches() without sending what is left."""
+        self.is_closed = True
+        self._items.clear()
+        self._wake.set()
+
+    async def batches(self, keepalive_s: float = KEEPALIVE_S) -> AsyncIterator[list[Item]]:
+        """What gathered since the last batch, as soon as there is something; [] when there was nothing for
+        `keepalive_s`. Ends when closed."""
+        while not self.is_closed:
+            try:
+                async with asyncio.timeout(keepalive_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            items, self._items, self._num_bytes = self._items, [], 0
+            if not self.is_closed:
+                yield items
+
+
+async def heard_within(messages: AsyncIterator[Item], silence_s: float = SILENCE_S) -> AsyncIterator[Item]:
+    """`messages` until they end. Raises WorkerLost when none came for `silence_s`: the peer sends keepalives."""
+    iterator = aiter(messages)
+    while True:
+        try:
+            async with asyncio.timeout(silence_s):
+                message = await anext(iterator)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise WorkerLost(f"nothing was heard for {silence_s:g} s") from None
+        yield message

@@ -1,0 +1,18 @@
+"""What a service must know of its engine before any weight is read. No torch."""
+
+from pathlib import Path
+
+from core.kv_spec import KVSpec
+from engine.config import EngineConfig
+from engine.model_config import ModelConfig, kv_spec, load_model_config, resolve_model
+
+
+class EngineGeometry:
+    """Where the model is, its shape, and the pool that follows from both. Raises ModelLoadError."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.path: Path = resolve_model(config.model)
+        self.model: ModelConfig = load_model_config(self.path)
+        self.kv_spec: KVSpec = kv_spec(self.model, config.block_size, config.dtype)
+        self.num_blocks = config.pool_blocks(self.kv_spec.block_bytes)
+        self.context_len = min(config.max_context_len or self.model.context_len, self.model.context_len)

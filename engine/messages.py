@@ -1,0 +1,159 @@
+"""What passes between a worker's service process and its engine process: one message each way per step.
+
+Commands go down, events come up, both as msgpack lists of tagged structs. No pickle, no torch, no sockets.
+"""
+
+import msgspec
+
+from core.grant import FirstToken
+from core.ids import BlockHash, BlockId, HandoffId
+from core.sampling import SamplingParams
+
+
+class Command(msgspec.Struct, frozen=True, tag=True):
+    id: HandoffId
+
+
+class StartPrompt(Command, frozen=True, tag=True):
+    """Prefill: compute `prompt_ids` and what was already generated, then sample one token."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    params: SamplingParams
+
+
+class Release(Command, frozen=True, tag=True):
+    """Prefill: the lease on the prompt's blocks ends."""
+
+
+class Reserve(Command, frozen=True, tag=True):
+    """Decode: hold blocks and a batch place. Waits at most `wait_s` for room."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    params: SamplingParams
+    wait_s: float
+    credit: int
+
+
+class Activate(Command, frozen=True, tag=True):
+    """Decode: the seal was verified; decode from the token after `first_tokens`."""
+
+    first_tokens: list[FirstToken]
+
+
+class Credit(Command, frozen=True, tag=True):
+    """Decode: the reader takes `num_tokens` more."""
+
+    num_tokens: int
+
+
+class AbortWork(Command, frozen=True, tag=True):
+    """Both: end it at any stage. When `is_quiet` is False a writer may still touch its blocks: quarantine them."""
+
+    is_quiet: bool = True
+
+
+class Quiet(Command, frozen=True, tag=True):
+    """Decode: nothing writes into the handoff's quarantined blocks any more."""
+
+
+AnyCommand = StartPrompt | Release | Reserve | Activate | Credit | AbortWork | Quiet
+
+
+class Event(msgspec.Struct, frozen=True, tag=True):
+    id: HandoffId
+
+
+class Started(Event, frozen=True, tag=True):
+    """Prefill: every block of the prompt is reserved; `block_ids` in prompt order."""
+
+    block_ids: list[BlockId]
+    num_cached_tokens: int
+
+
+class Computed(Event, frozen=True, tag=True):
+    """Prefill: the KV of the first `num_tokens` tokens is written and will not change."""
+
+    num_tokens: int
+
+
+class First(Event, frozen=True, tag=True):
+    """Prefill: the first tokens; `finish_reason` is empty unless a choice ended with it."""
+
+    first_tokens: list[FirstToken]
+    finish_reasons: list[str]
+    chain_hash: BlockHash
+
+
+class Reserved(Event, frozen=True, tag=True):
+    """Decode: `block_ids` are to be written, after the `num_cached_tokens` that are already there."""
+
+    block_ids: list[BlockId]
+    num_tokens: int
+    num_cached_tokens: int
+    chain_hash: BlockHash
+
+
+class Token(Event, frozen=True, tag=True):
+    """Decode: one token of one choice."""
+
+    choice: int
+    position: int
+    token_id: int
+    logprob: float
+    finish_reason: str
+    queue_s: float
+    num_preemptions: int
+
+
+class WorkFailed(Event, frozen=True, tag=True):
+    """Both: it ended with an error on this engine; its blocks are back (or quarantined)."""
+
+    code: str
+    message: str
+
+
+class WorkAborted(Event, frozen=True, tag=True):
+    """Both: the answer to AbortWork, also when nothing of that id was known."""
+
+
+AnyEvent = Started | Computed | First | Reserved | Token | WorkFailed | WorkAborted
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """The engine after a step."""
+
+    num_blocks: int
+    num_free_blocks: int
+    num_queued_tokens: int
+    num_running: int
+    num_waiting: int
+    step_s: float
+    blocks_by_state: dict[str, int]
+
+
+class Commands(msgspec.Struct, frozen=True, tag=True):
+    """One message down."""
+
+    commands: list[AnyCommand]
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """One message up: the events of one step, the load after it, and the prefix cache's changes as (stored, hash).
+    `failure` is set on an engine's last report, when it cannot go on."""
+
+    events: list[AnyEvent]
+    load: EngineLoad | None = None
+    cache_changes: list[tuple[bool, BlockHash]] = []
+    failure: str = ""
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """Sent while weights load; the first Report follows when the engine is ready."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+Upward = Report | Loading

@@ -1,0 +1,69 @@
+"""One choice of one request inside an engine: its tokens, its blocks and how far its KV is computed.
+
+tokens       [ prompt ..................... | output ........ ]
+KV in blocks [ num_computed .............. ]  to compute
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from core.block_hash import HASH_BLOCK_TOKENS, hash_block
+from core.ids import BlockHash, BlockId, HandoffId
+from core.sampling import SamplingParams
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Mutable, owned by one scheduler. `credit` is how many tokens may still be made before
+    the reader must ask for more; `queue_s` is how long it last waited for a step."""
+
+    id: HandoffId
+    tokens: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    fingerprint: str
+    choice: int = 0
+    credit: int = 1 << 30
+    arrived_s: float = 0.0
+    block_ids: list[BlockId] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    waits_since_s: float | None = None
+    queue_s: float = 0.0
+    _chain: list[BlockHash] = field(default_factory=list)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_to_compute(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def seed(self) -> int:
+        return self.params.choice_seed(self.choice)
+
+    def chain(self, block_size: int, num_blocks: int) -> list[BlockHash]:
+        """The hashes of the first `num_blocks` full blocks of the pool, each that of its last hash block."""
+        per_block = block_size // HASH_BLOCK_TOKENS
+        while len(self._chain) < num_blocks * per_block:
+            start = len(self._chain) * HASH_BLOCK_TOKENS
+            parent = self._chain[-1] if self._chain else b""
+            ids = self.tokens[start : start + HASH_BLOCK_TOKENS]
+            self._chain.append(hash_block(parent, ids, self.fingerprint))
+        return self._chain[per_block - 1 : num_blocks * per_block : per_block]
+
+    def finish_reason(self, context_len: int) -> FinishReason | None:
+        """Why no token follows the last one, if none does."""
+        if self.tokens[-1] in self.params.stop_token_ids and self.num_outputs:
+            return FinishReason.STOP
+        if self.num_outputs >= self.params.max_tokens or len(self.tokens) >= context_len:
+            return FinishReason.LENGTH
+        return None

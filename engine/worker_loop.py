@@ -1,0 +1,137 @@
+"""The engine process of a service: one loop, the same for both tiers. Knows nothing of gRPC, Redis or connectors.
+
+python -m prefill_service.worker --channel-fd 5 --pool-fd 6 --config '{...}'
+"""
+
+import argparse
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from core.errors import TandemError
+from core.kv_region import KVRegion
+from engine.block_pool import CacheChange
+from engine.channel import EngineChannel
+from engine.config import EngineConfig
+from engine.engine import Engine, build_engine
+from engine.engine_geometry import EngineGeometry
+from engine.messages import AnyCommand, AnyEvent, EngineLoad, Loading, Report
+from engine.scheduler import Work
+
+logger = logging.getLogger(__name__)
+IDLE_CHECK_S = 1.0
+
+
+class Tier(Protocol):
+    """What makes an engine process a prefill or a decode worker."""
+
+    engine: Engine
+    events: list[AnyEvent]
+
+    def handle(self, command: AnyCommand) -> None:
+        """Apply one command; answers go to `events`."""
+        ...
+
+    def step(self) -> bool:
+        """Run one engine step and append its events. False when nothing could run."""
+        ...
+
+    def announce(self, work: list[Work]) -> None:
+        """Append what the schedule alone decides, before the step computes."""
+        ...
+
+    def fail_step(self, error: Exception) -> None:
+        """End the requests of a step that raised, each with its own event; the engine goes on."""
+        ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+
+def run_worker(channel: EngineChannel, tier: Tier) -> None:
+    """Until the service closes the channel: take commands, step, report."""
+    tier.engine.on_scheduled = lambda work: _announce(channel, tier, work)
+    channel.send(report(tier))
+    did_work = False
+    while (messages := channel.receive(0.0 if did_work else IDLE_CHECK_S)) is not None:
+        for message in messages:
+            for command in message.commands:
+                tier.handle(command)
+        did_work = _step(tier)
+        if tier.events or did_work:
+            channel.send(report(tier))
+        elif not messages:
+            tier.engine.scheduler.pool.check()
+
+
+def _step(tier: Tier) -> bool:
+    try:
+        return tier.step()
+    except Exception as error:
+        logger.exception("engine step failed")
+        tier.fail_step(error)
+        return True
+
+
+def _announce(channel: EngineChannel, tier: Tier, work: list[Work]) -> None:
+    """What is known before the step computes (who was admitted, who was granted) must not wait for it."""
+    tier.announce(work)
+    if tier.events:
+        channel.send(report(tier))
+
+
+def report(tier: Tier) -> Report:
+    """Everything since the last report; empties the tier's events."""
+    scheduler = tier.engine.scheduler
+    load = EngineLoad(
+        num_blocks=scheduler.pool.num_blocks,
+        num_free_blocks=scheduler.pool.num_available,
+        num_queued_tokens=scheduler.num_queued_tokens,
+        num_running=len(scheduler.running),
+        num_waiting=tier.num_waiting,
+        step_s=tier.engine.step_s,
+        blocks_by_state={state.value: count for state, count in scheduler.pool.counts.items()},
+    )
+    events, tier.events = tier.events, []
+    changes: list[CacheChange] = scheduler.pool.drain_changes()
+    return Report(events, load, [tuple(change) for change in changes])
+
+
+def worker_main(make_tier: Callable[[Engine, EngineGeometry], Tier]) -> int:
+    """The body of a tier's `python -m ...worker`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel-fd", type=int, required=True)
+    parser.add_argument("--pool-fd", type=int, required=True)
+    parser.add_argument("--config", required=True)
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    channel = EngineChannel(socket.socket(fileno=args.channel_fd))
+    config = msgspec.json.decode(args.config, type=EngineConfig)
+    try:
+        tier = make_tier(*_load(config, channel, args.pool_fd))
+    except TandemError as error:
+        channel.send(Report([], failure=str(error)))
+        return 2
+    try:
+        run_worker(channel, tier)
+    except BrokenPipeError:
+        logger.info("the service is gone")
+    return 0
+
+
+def _load(config: EngineConfig, channel: EngineChannel, pool_fd: int) -> tuple[Engine, EngineGeometry]:
+    import torch
+
+    torch.set_num_threads(config.num_threads)
+    geometry = EngineGeometry(config)
+    region = KVRegion.attach(pool_fd, geometry.kv_spec.block_bytes, geometry.num_blocks)
+
+    def on_progress(done_bytes: int, total_bytes: int) -> None:
+        channel.send(Loading(done_bytes, total_bytes))
+
+    return build_engine(config, geometry, region, on_progress), geometry

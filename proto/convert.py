@@ -1,0 +1,126 @@
+"""Between wire messages and the types of `core`. The only place where the two meet; values are checked here only for
+shape, their meaning is checked by whoever acts on them."""
+
+from core.errors import Busy, InvalidRequest, ModelNotFound, TandemError, error_from
+from core.grant import FirstToken, Grant
+from core.ids import BlockId, Epoch, HandoffId, RequestId, WorkerId
+from core.kv_spec import DType, KVSpec
+from core.sampling import SamplingParams
+from proto import types_pb2 as pb
+
+FINISH_REASONS = {
+    "": pb.FINISH_REASON_UNSPECIFIED,
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+}
+FINISH_NAMES = {number: name for name, number in FINISH_REASONS.items()}
+
+
+def handoff_id_to_proto(handoff_id: HandoffId) -> pb.HandoffId:
+    return pb.HandoffId(request_id=handoff_id.request_id, attempt=handoff_id.attempt)
+
+
+def handoff_id_from_proto(message: pb.HandoffId) -> HandoffId:
+    return HandoffId(RequestId(message.request_id), message.attempt)
+
+
+def identity_to_proto(worker_id: WorkerId, epoch: Epoch) -> pb.WorkerIdentity:
+    return pb.WorkerIdentity(worker_id=worker_id, epoch=epoch)
+
+
+def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        stop_token_ids=params.stop_token_ids,
+        logprobs=params.logprobs,
+    )
+
+
+def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        seed=message.seed,
+        stop_token_ids=tuple(message.stop_token_ids),
+        logprobs=message.logprobs,
+    )
+
+
+def kv_spec_to_proto(spec: KVSpec) -> pb.KVSpec:
+    return pb.KVSpec(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=spec.block_size,
+        dtype=spec.dtype.value,
+        fingerprint=spec.fingerprint,
+        layout_version=spec.layout_version,
+    )
+
+
+def kv_spec_from_proto(message: pb.KVSpec) -> KVSpec:
+    return KVSpec(
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        block_size=message.block_size,
+        dtype=DType(message.dtype),
+        fingerprint=message.fingerprint,
+        layout_version=message.layout_version,
+    )
+
+
+def grant_to_proto(grant: Grant) -> pb.Grant:
+    return pb.Grant(
+        handoff_id=handoff_id_to_proto(grant.handoff_id),
+        decode_worker=identity_to_proto(grant.worker_id, grant.epoch),
+        num_prompt_tokens=grant.num_prompt_tokens,
+        num_cached_tokens=grant.num_cached_tokens,
+        block_ids=grant.block_ids,
+        addresses=grant.addresses,
+        mac=grant.mac,
+    )
+
+
+def grant_from_proto(message: pb.Grant) -> Grant:
+    return Grant(
+        handoff_id=handoff_id_from_proto(message.handoff_id),
+        worker_id=WorkerId(message.decode_worker.worker_id),
+        epoch=Epoch(message.decode_worker.epoch),
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_cached_tokens=message.num_cached_tokens,
+        block_ids=tuple(BlockId(block) for block in message.block_ids),
+        addresses=tuple(message.addresses),
+        mac=message.mac,
+    )
+
+
+def first_token_to_proto(token: FirstToken, finish_reason: str = "") -> pb.FirstToken:
+    return pb.FirstToken(
+        choice=token.choice,
+        position=token.position,
+        token_id=token.token_id,
+        logprob=token.logprob,
+        finish_reason=FINISH_REASONS[finish_reason],
+    )
+
+
+def error_to_proto(error: TandemError) -> pb.Error:
+    message = pb.Error(code=error.code.value, message=str(error))
+    if isinstance(error, InvalidRequest | ModelNotFound):
+        message.field = error.field
+    if isinstance(error, Busy):
+        message.retry_after_s = error.retry_after_s
+    return message
+
+
+def error_from_proto(message: pb.Error) -> TandemError:
+    if message.code == Busy.code and message.retry_after_s:
+        return Busy(message.message, message.retry_after_s)
+    return error_from(message.code, message.message, message.field)
