@@ -1,0 +1,131 @@
+"""The Llama family's forward pass over paged KV. Knows nothing of requests, scheduling or sampling.
+
+tokens ─► embed ─► [ norm ─► qkv ─► rope + cache ─► attention ─► o ─► +norm ─► gate·up ─► silu ─► down ─► + ] × L
+                                                             rows that need logits ─► norm ─► head ─► logits
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from core.kv_spec import DType
+from engine.batch import ForwardBatch
+from engine.kv_pool import TORCH_DTYPES, KVPool
+from engine.model_config import ModelConfig
+from engine.rope import cos_sin_table
+from engine.weights import EMBEDDING, FINAL_NORM, HEAD, ROPE_FACTORS, OnProgress, load_weights
+from kernels import ops
+from kernels.layouts import Caches, Ragged, Rope, TokenSlots
+from kernels.linear import Linear, TorchLinear, make_linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One block's weights; q, k and v are fused, as are gate and up."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Linear
+    rope: Rope
+    output: Linear
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Linear
+    down: Linear
+
+
+class LlamaModel:
+    """Owns its weights. One instance may serve any number of pools of its spec, one forward at a time."""
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], device: torch.device) -> None:
+        """Takes the tensors out of `weights` as it packs them."""
+        self.config = config
+        self.device = device
+        self._scale = config.head_dim**-0.5
+        table = cos_sin_table(config, weights.pop(ROPE_FACTORS, None)).to(device)
+        self._layers = [
+            _build_layer(config, weights, index, table, device) for index in range(config.num_layers)
+        ]
+        self._final_norm = weights.pop(FINAL_NORM).to(device)
+        embedding = weights.pop(EMBEDDING).to(device)
+        if config.tie_word_embeddings:
+            self._embedding = self._head = make_linear(embedding)
+        else:
+            self._embedding = TorchLinear(embedding)
+            self._head = make_linear(weights.pop(HEAD).to(device))
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        config: ModelConfig,
+        dtype: DType,
+        device: torch.device | str = "cpu",
+        on_progress: OnProgress | None = None,
+    ) -> "LlamaModel":
+        """Raises ModelLoadError; never runs with weights that are not the file's."""
+        weights = load_weights(path, config, TORCH_DTYPES[dtype], on_progress)
+        return cls(config, weights, torch.device(device))
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
+        """Writes K and V into the pool's blocks; returns the logits [R, vocab] float32 of batch.logit_rows."""
+        ragged = Ragged(batch.query_starts, batch.context_lens, batch.block_tables)
+        slots = TokenSlots(batch.positions, batch.slot_mapping)
+        eps = self.config.rms_norm_eps
+        residual = self._embedding.rows(batch.token_ids)
+        delta = None
+        for layer, caches in zip(self._layers, _layer_caches(pool), strict=True):
+            hidden = _norm(delta, residual, layer.input_norm, eps)
+            query = ops.rope_and_cache(layer.qkv(hidden), layer.rope, slots, caches)
+            attended = ops.paged_attention(query, caches, ragged, self._scale)
+            hidden = ops.add_rms_norm(layer.output(attended.flatten(1)), residual, layer.mlp_norm, eps)
+            delta = layer.down(ops.silu_mul(layer.gate_up(hidden)))
+        assert delta is not None, "a model has at least one layer"
+        final = residual[batch.logit_rows] + delta[batch.logit_rows]
+        return self._head(ops.rms_norm(final, self._final_norm, eps)).float()
+
+
+def _norm(delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The layer's input; `delta` is what the layer before has yet to add (nothing before the first)."""
+    if delta is None:
+        return ops.rms_norm(residual, weight, eps)
+    return ops.add_rms_norm(delta, residual, weight, eps)
+
+
+def _layer_caches(pool: KVPool) -> Iterator[Caches]:
+    for layer in range(pool.spec.num_layers):
+        yield Caches(pool.k_cache(layer), pool.v_cache(layer))
+
+
+def _build_layer(
+    config: ModelConfig, weights: dict[str, Tensor], index: int, table: Tensor, device: torch.device
+) -> _Layer:
+    prefix = f"model.layers.{index}."
+
+    def take(name: str) -> Tensor | None:
+        value = weights.pop(prefix + name, None)
+        return None if value is None else value.to(device)
+
+    def fused(*names: str) -> Linear:
+        parts = [part for name in names if (part := take(f"{name}.weight")) is not None]
+        biases = [bias for name in names if (bias := take(f"{name}.bias")) is not None]
+        return make_linear(torch.cat(parts), torch.cat(biases) if biases else None)
+
+    def norm(name: str) -> Tensor:
+        value = take(f"{name}.weight")
+        assert value is not None, prefix + name
+        return value
+
+    return _Layer(
+        input_norm=norm("input_layernorm"),
+        qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        rope=Rope(
+            table, take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight"), config.rms_norm_eps
+        ),
+        output=fused("self_attn.o_proj"),
+        mlp_norm=norm("post_attention_layernorm"),
+        gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
+        down=fused("mlp.down_proj"),
+    )

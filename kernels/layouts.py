@@ -1,0 +1,59 @@
+"""The records that kernels take beside plain tensors. Knows nothing of models or bodies.
+
+KV caches are strided views of one block-major pool: [num_blocks, num_kv_heads, block_size, head_dim], of which the
+last two dimensions are contiguous. A block's offset may pass 2^31 elements.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Ragged(NamedTuple):
+    """Where each of S sequences' queries and blocks are. The new tokens are the last ones of the context."""
+
+    query_starts: Tensor  # [S+1] int32: sequence s owns query rows query_starts[s]:query_starts[s+1]
+    context_lens: Tensor  # [S] int32: cached + new tokens
+    block_tables: Tensor  # [S, max_blocks] int32
+
+
+class Caches(NamedTuple):
+    """One layer's K and V."""
+
+    k: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
+    v: Tensor  # the same, with the same strides
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[3]
+
+    def check(self) -> None:
+        assert self.k.shape == self.v.shape and self.k.stride() == self.v.stride(), (
+            self.k.shape,
+            self.v.shape,
+        )
+        assert self.k.stride()[2:] == (self.head_dim, 1), self.k.stride()
+
+
+class Rope(NamedTuple):
+    """Rotation of q and k in halves, after an optional RMS norm per head."""
+
+    cos_sin: Tensor  # [context_len, head_dim] float32: head_dim/2 cosines, then as many sines
+    q_norm: Tensor | None = None  # [head_dim]
+    k_norm: Tensor | None = None  # [head_dim]
+    eps: float = 0.0
+
+
+class TokenSlots(NamedTuple):
+    """Where T tokens stand in their sequences and in the cache."""
+
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64: block_id * block_size + offset

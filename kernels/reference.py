@@ -1,0 +1,98 @@
+"""Every kernel in plain torch: the twin that the others are tested against, and the body where none of them runs.
+
+In float32 a token's result does not depend, to the bit, on the other rows of the batch: matrix products run in tiles
+of one fixed shape, and a query visits its keys in tiles of one size counted from position 0.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.layouts import Caches, Ragged, Rope, TokenSlots
+
+QUERY_TILE = 16
+KEY_TILE = 128
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., N], weight [N] -> like x; in float32 inside."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual [T, N] += x [T, N] in place; returns the norm of the sum."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2I], the gate first -> [T, I]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def rope_and_cache(qkv: Tensor, rope: Rope, slots: TokenSlots, caches: Caches) -> Tensor:
+    """qkv [T, (H + 2 Hkv) D] -> rotated q [T, H, D]; writes rotated k and v to their slots."""
+    num_kv_heads, head_dim = caches.num_kv_heads, caches.head_dim
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    q, k, v = heads.tensor_split((heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads), dim=1)
+    if rope.q_norm is not None and rope.k_norm is not None:
+        q, k = rms_norm(q, rope.q_norm, rope.eps), rms_norm(k, rope.k_norm, rope.eps)
+    cos, sin = rope.cos_sin[slots.positions].unsqueeze(1).chunk(2, dim=-1)
+    block, offset = slots.slot_mapping // caches.block_size, slots.slot_mapping % caches.block_size
+    caches.k[block, :, offset] = _rotate(k, cos, sin).to(caches.k.dtype)
+    caches.v[block, :, offset] = v.to(caches.v.dtype)
+    return _rotate(q, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float) -> Tensor:
+    """query [T, H, D] -> [T, H, D]: causal attention of every new token over its sequence's cached and new ones."""
+    output = torch.empty_like(query)
+    starts, context_lens = ragged.query_starts.tolist(), ragged.context_lens.tolist()
+    for seq, context_len in enumerate(context_lens):
+        first, end = starts[seq], starts[seq + 1]
+        num_blocks = -(-context_len // caches.block_size)
+        blocks = ragged.block_tables[seq, :num_blocks].long()
+        k, v = (_padded_context(cache, blocks) for cache in caches)
+        for row in range(first, end, QUERY_TILE):
+            stop = min(row + QUERY_TILE, end)
+            position = context_len - (end - row)
+            output[row:stop] = _attend_tile(query[row:stop].float() * scale, k, v, position)
+    return output
+
+
+def _padded_context(cache: Tensor, blocks: Tensor) -> Tensor:
+    """The sequence's K or V as [Hkv, L, D] float32, L a multiple of KEY_TILE."""
+    flat = cache[blocks].transpose(0, 1).flatten(1, 2).float()
+    return F.pad(flat, (0, 0, 0, -flat.shape[1] % KEY_TILE))
+
+
+def _attend_tile(q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
+    """q [n <= QUERY_TILE, H, D] at positions from `position` on; running softmax over tiles of keys."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[0]
+    group = num_heads // num_kv_heads
+    tile = F.pad(q, (0, 0, 0, 0, 0, QUERY_TILE - num_rows))
+    tile = tile.view(QUERY_TILE, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2).contiguous()
+    row_positions = (position + torch.arange(QUERY_TILE, device=q.device)).repeat(group)
+    peak = torch.full((num_kv_heads, group * QUERY_TILE, 1), -torch.inf, device=q.device)
+    total, acc = torch.zeros_like(peak), torch.zeros_like(tile)
+    for start in range(0, position + num_rows, KEY_TILE):
+        keys, values = k[:, start : start + KEY_TILE], v[:, start : start + KEY_TILE]
+        key_positions = start + torch.arange(KEY_TILE, device=q.device)
+        scores = torch.bmm(tile, keys.transpose(1, 2))
+        scores.masked_fill_(key_positions > row_positions[:, None], -torch.inf)
+        new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
+        decay, weights = torch.exp(peak - new_peak), torch.exp(scores - new_peak)
+        total = total * decay + weights.sum(-1, keepdim=True)
+        acc = acc * decay + torch.bmm(weights, values)
+        peak = new_peak
+    result = (acc / total).view(num_kv_heads, group, QUERY_TILE, head_dim).permute(2, 0, 1, 3)
+    return result.reshape(QUERY_TILE, num_heads, head_dim)[:num_rows]
