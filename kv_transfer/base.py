@@ -1,21 +1,52 @@
 """The two narrow roles of moving KV blocks between pools. Knows nothing of engines, gRPC, Redis or requests.
 
     prefill worker                                decode worker
-    KVSender.open(grant) ──► KVTransfer           KVReceiver.expect(grant)
+    KVSender.open(grant) ──► KVTransfer           ReceiverSet.expect(grant)
         send(runs) ... send(runs)      ═════►         blocks land in the granted blocks, nowhere else
         seal(seal)                     ─────►         wait_sealed(id) ──► verified Seal
         cancel() ─► quiet?                            cancel(id) ─► quiet?
 
 Everything is asynchronous and runs in the service's process, never on the engine's thread; copies and digests run
 in worker threads. Errors are `core.errors` types: TransferFailed for anything the peer or the wire did wrong.
+
+A worker listens on several connectors, so what is granted is kept once (`connectors.ReceiverSet`) and a KVReceiver
+only listens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.grant import Grant, Seal
-from core.ids import BlockId, HandoffId
+from core.ids import BlockId, Epoch, WorkerId
+from core.kv_spec import KVSpec
+
+Tap = Callable[[memoryview], memoryview]
+"""Sees a run's source bytes after they were digested and returns the bytes to be moved. See `faults`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a worker is to its peers, exchanged when two of them meet."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    spec: KVSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """Hosts, ports and bounds of the connectors. Port 0 picks a free one; `advertised_host` is the name that peers
+    use (the bound one unless given). A run is moved in pieces of about `piece_bytes`; after cancel the peer has
+    `grace_s` to answer before the caller is told "not quiet yet"."""
+
+    bind_host: str = "127.0.0.1"
+    advertised_host: str | None = None
+    tcp_port: int = 0
+    ucx_port: int = 0
+    piece_bytes: int = 4 << 20
+    connect_timeout_s: float = 5.0
+    grace_s: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +69,14 @@ class KVTransfer(ABC):
 
     @abstractmethod
     async def send(self, runs: Sequence[Run]) -> None:
-        """Returns once the source blocks may change again and each run's digest is recorded. Raises TransferFailed."""
+        """Returns once the source blocks may change again and each run's digest is recorded. Raises TransferFailed
+        (peer lost) or Cancelled (by either side); after an error or a cancelled call the source blocks may still be
+        read until cancel() has answered True."""
 
     @abstractmethod
     async def seal(self, seal: Seal) -> Seal:
         """Complete `seal` with the digests of every run sent, send it last, return it. The transfer is over.
-        Raises TransferFailed."""
+        Raises TransferFailed or Cancelled."""
 
     @abstractmethod
     async def cancel(self) -> bool:
@@ -56,15 +89,16 @@ class KVSender(ABC):
     @abstractmethod
     async def open(self, grant: Grant, address: str) -> KVTransfer:
         """Connect (or reuse a connection) to `address`, one of `grant.addresses`. Raises TransferFailed at once when
-        the peer is unreachable, refuses the grant, or has another KVSpec (both values named)."""
+        the peer is unreachable, refuses the grant, or has another KVSpec (both values named); StaleEpoch when the
+        grant is of another incarnation or is over."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Cancel what is open and drop the connections."""
+        """Cancel what is open and drop the connections. Nothing reads the region afterwards."""
 
 
 class KVReceiver(ABC):
-    """Receives into one region. Enforces that only blocks of a live grant are written."""
+    """Listens on one connector and receives into one region, only into blocks of a live grant."""
 
     @property
     @abstractmethod
@@ -72,21 +106,10 @@ class KVReceiver(ABC):
         """`scheme://...` as senders reach it; valid after start()."""
 
     @abstractmethod
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Raises OSError when the address cannot be bound."""
 
     @abstractmethod
-    def expect(self, grant: Grant) -> None:
-        """Accept a transfer for this grant from now on; the blocks belong to the transfer until sealed or quiet."""
-
-    @abstractmethod
-    async def wait_sealed(self, handoff_id: HandoffId, timeout_s: float) -> Seal:
-        """The seal, after every run it lists has completed, tiles the grant and matches its digest. Raises
-        TransferFailed (bad digest, peer lost, malformed) or DeadlineExceeded; the caller then cancels."""
-
-    @abstractmethod
-    async def cancel(self, handoff_id: HandoffId) -> bool:
-        """Forget the grant; later frames for it are discarded. True once no write into its blocks can happen any
-        more; False when a writer could not be shown quiet yet (the caller quarantines and asks again). Idempotent."""
-
-    @abstractmethod
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Stop listening and drop the connections; transfers in progress fail. Nothing is written by this process
+        afterwards."""
