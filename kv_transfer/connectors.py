@@ -12,7 +12,7 @@ from core.errors import TransferFailed
 from core.grant import Grant, Seal
 from core.ids import BlockHash, HandoffId, host_id
 from core.kv_region import KVRegion
-from kv_transfer import loopback, shm
+from kv_transfer import loopback, shm, tcp
 from kv_transfer.base import Identity, KVReceiver, KVSender, KVTransfer, Tap, TransferOptions
 from kv_transfer.loopback import LoopbackNetwork
 from kv_transfer.receiving import GrantTable, VerifyGrant
@@ -113,10 +113,12 @@ _MakeSender = Callable[[KVRegion, Identity, TransferOptions, Tap, LoopbackNetwor
 _RECEIVERS: dict[str, _MakeReceiver] = {
     "loopback": lambda table, _, network: loopback.LoopbackReceiver(table, network),
     "shm": lambda table, _, __: shm.ShmReceiver(table),
+    "tcp": lambda table, options, _: tcp.TcpReceiver(table, options),
 }
 _SENDERS: dict[str, _MakeSender] = {
     "loopback": loopback.LoopbackSender,
     "shm": lambda region, identity, options, tap, _: shm.ShmSender(region, identity, options, tap),
+    "tcp": lambda region, identity, options, tap, _: tcp.TcpSender(region, identity, options, tap),
 }
 
 
