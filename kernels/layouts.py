@@ -6,6 +6,7 @@ last two dimensions are contiguous. A block's offset may pass 2^31 elements.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -15,6 +16,11 @@ class Ragged(NamedTuple):
     query_starts: Tensor  # [S+1] int32: sequence s owns query rows query_starts[s]:query_starts[s+1]
     context_lens: Tensor  # [S] int32: cached + new tokens
     block_tables: Tensor  # [S, max_blocks] int32
+
+    def check(self) -> None:
+        num_seqs = self.context_lens.shape[0]
+        assert self.query_starts.shape == (num_seqs + 1,) and self.block_tables.shape[0] == num_seqs, self
+        assert all(part.dtype is torch.int32 and part.is_contiguous() for part in self), self
 
 
 class Caches(NamedTuple):

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.cpu import bodies as native
+
 ROW_TILE = 16
 
 
@@ -52,8 +54,24 @@ class TiledLinear(TorchLinear):
         return torch.cat(tiles)[:num_rows]
 
 
+class PackedLinear(Linear):
+    """The native float32 product on a CPU: every output one chain over k, the same in any batch."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._packed = native.pack_linear(weight)
+        self._bias = None if bias is None else bias.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous() and x.dtype is torch.float32, (x.stride(), x.dtype)
+        return native.linear(x, self._packed, self._bias, self.out_features)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._packed[ids // native.LANES, :, ids % native.LANES]
+
+
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Takes the weight over: the caller lets go of it."""
-    if weight.device.type == "cpu" and weight.dtype is torch.float32:
-        return TiledLinear(weight, bias)
-    return TorchLinear(weight, bias)
+    if weight.device.type != "cpu" or weight.dtype is not torch.float32:
+        return TorchLinear(weight, bias)
+    return PackedLinear(weight, bias) if native.can_run(weight) else TiledLinear(weight, bias)

@@ -60,7 +60,7 @@ def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float)
         first, end = starts[seq], starts[seq + 1]
         num_blocks = -(-context_len // caches.block_size)
         blocks = ragged.block_tables[seq, :num_blocks].long()
-        k, v = (_padded_context(cache, blocks) for cache in caches)
+        k, v = (_padded_context(cache, blocks, context_len) for cache in caches)
         for row in range(first, end, QUERY_TILE):
             stop = min(row + QUERY_TILE, end)
             position = context_len - (end - row)
@@ -68,9 +68,10 @@ def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float)
     return output
 
 
-def _padded_context(cache: Tensor, blocks: Tensor) -> Tensor:
-    """The sequence's K or V as [Hkv, L, D] float32, L a multiple of KEY_TILE."""
-    flat = cache[blocks].transpose(0, 1).flatten(1, 2).float()
+def _padded_context(cache: Tensor, blocks: Tensor, context_len: int) -> Tensor:
+    """The sequence's K or V as [Hkv, L, D] float32, L a multiple of KEY_TILE, zeros past the context (where a last
+    block may hold another sequence's leavings, NaN included)."""
+    flat = cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context_len].float()
     return F.pad(flat, (0, 0, 0, -flat.shape[1] % KEY_TILE))
 
 

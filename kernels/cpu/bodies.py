@@ -1,0 +1,114 @@
+"""The native bodies as functions of tensors, with the signatures of kernels.reference. Only where `can_run` says so.
+
+Rows of every tensor but the caches are contiguous; the entry points see to that.
+"""
+
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.library import SUFFIXES, AttentionShape, RopeShape, function, native
+from kernels.layouts import Caches, Ragged, Rope, TokenSlots
+
+LANES = 16
+MAX_HEAD_DIM = 512
+MAX_GROUP = 64
+
+
+def can_run(x: Tensor) -> bool:
+    """Whether there is a native body for tensors like this one on this machine."""
+    return x.device.type == "cpu" and x.dtype in SUFFIXES and native() is not None
+
+
+def can_attend(query: Tensor, caches: Caches) -> bool:
+    """Head sizes in whole vectors, and a cache of the query's type."""
+    group = query.shape[1] // caches.num_kv_heads
+    fits = caches.head_dim % LANES == 0 and caches.head_dim <= MAX_HEAD_DIM and group <= MAX_GROUP
+    return fits and caches.k.dtype is query.dtype and can_run(query)
+
+
+def can_rotate(qkv: Tensor, caches: Caches) -> bool:
+    return caches.head_dim <= MAX_HEAD_DIM and caches.k.dtype is qkv.dtype and can_run(qkv)
+
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """[N, K] float32 -> [ceil(N/16), K, 16], zeros past N."""
+    num_rows, width = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_rows % LANES))
+    return padded.view(-1, LANES, width).transpose(1, 2).contiguous()
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """x [M, K] float32, packed as `pack_linear` gives it -> [M, N]."""
+    num_rows, width = x.shape
+    assert packed.shape[1] == width, (packed.shape, x.shape)
+    output = torch.empty(num_rows, out_features)
+    bias_at = None if bias is None else bias.data_ptr()
+    function("linear", x.dtype)(
+        x.data_ptr(), packed.data_ptr(), bias_at, output.data_ptr(), num_rows, width, out_features
+    )
+    return output
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    output = torch.empty_like(x)
+    function("add_rms_norm", x.dtype)(
+        None, x.data_ptr(), weight.data_ptr(), output.data_ptr(), x.shape[0], x.shape[1], eps
+    )
+    return output
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    output = torch.empty_like(x)
+    pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), output.data_ptr())
+    function("add_rms_norm", x.dtype)(*pointers, x.shape[0], x.shape[1], eps)
+    return output
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    output = gate_up.new_empty(num_rows, width)
+    function("silu_mul", gate_up.dtype)(gate_up.data_ptr(), output.data_ptr(), num_rows, width)
+    return output
+
+
+def rope_and_cache(qkv: Tensor, rope: Rope, slots: TokenSlots, caches: Caches) -> Tensor:
+    num_tokens, num_kv_heads, head_dim = qkv.shape[0], caches.num_kv_heads, caches.head_dim
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    query = qkv.new_empty(num_tokens, num_heads, head_dim)
+    strides = (caches.k.stride(0), caches.k.stride(1))
+    shape = RopeShape(num_tokens, num_heads, num_kv_heads, head_dim, caches.block_size, *strides)
+    function("rope_and_cache", qkv.dtype)(
+        qkv.data_ptr(),
+        rope.cos_sin.data_ptr(),
+        slots.positions.data_ptr(),
+        slots.slot_mapping.data_ptr(),
+        None if rope.q_norm is None else rope.q_norm.data_ptr(),
+        None if rope.k_norm is None else rope.k_norm.data_ptr(),
+        rope.eps,
+        query.data_ptr(),
+        caches.k.data_ptr(),
+        caches.v.data_ptr(),
+        byref(shape),
+    )
+    return query
+
+
+def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float) -> Tensor:
+    output = torch.empty_like(query)
+    num_seqs, max_blocks = ragged.block_tables.shape
+    strides = (caches.k.stride(0), caches.k.stride(1))
+    heads = (query.shape[1], caches.num_kv_heads, caches.head_dim)
+    shape = AttentionShape(num_seqs, *heads, caches.block_size, max_blocks, *strides, scale)
+    function("attention", query.dtype)(
+        query.data_ptr(),
+        caches.k.data_ptr(),
+        caches.v.data_ptr(),
+        ragged.query_starts.data_ptr(),
+        ragged.context_lens.data_ptr(),
+        ragged.block_tables.data_ptr(),
+        output.data_ptr(),
+        byref(shape),
+    )
+    return output
