@@ -12,7 +12,7 @@ from core.errors import TransferFailed
 from core.grant import Grant, Seal
 from core.ids import BlockHash, HandoffId, host_id
 from core.kv_region import KVRegion
-from kv_transfer import loopback, shm, tcp
+from kv_transfer import loopback, shm, tcp, ucx
 from kv_transfer.base import Identity, KVReceiver, KVSender, KVTransfer, Tap, TransferOptions
 from kv_transfer.loopback import LoopbackNetwork
 from kv_transfer.receiving import GrantTable, VerifyGrant
@@ -114,11 +114,13 @@ _RECEIVERS: dict[str, _MakeReceiver] = {
     "loopback": lambda table, _, network: loopback.LoopbackReceiver(table, network),
     "shm": lambda table, _, __: shm.ShmReceiver(table),
     "tcp": lambda table, options, _: tcp.TcpReceiver(table, options),
+    "ucx": lambda table, options, _: ucx.UcxReceiver(table, options),
 }
 _SENDERS: dict[str, _MakeSender] = {
     "loopback": loopback.LoopbackSender,
     "shm": lambda region, identity, options, tap, _: shm.ShmSender(region, identity, options, tap),
     "tcp": lambda region, identity, options, tap, _: tcp.TcpSender(region, identity, options, tap),
+    "ucx": lambda region, identity, options, tap, _: ucx.UcxSender(region, identity, options, tap),
 }
 
 
@@ -138,11 +140,13 @@ def create_receivers(
     options: TransferOptions = _DEFAULTS,
     network: LoopbackNetwork | None = None,
 ) -> ReceiverSet:
-    """Receivers into `region` on each named connector; `auto` stands for all that work here. `network` is needed
-    for loopback only. Raises ValueError naming the known connectors when a name is not one."""
+    """Receivers into `region` on each named connector; `auto` stands for all that work here (ucx only where
+    `bind_host` is no loopback address, because the library listens on every interface). `network` is needed for
+    loopback only. Raises ValueError naming the known connectors when a name is not one."""
     table = GrantTable(region, identity, verify, options.grace_s)
     wires = network or LoopbackNetwork()
-    chosen = dict.fromkeys(scheme for name in names for scheme in _resolve(name, network))
+    schemes = dict.fromkeys(scheme for name in names for scheme in _resolve(name, network))
+    chosen = [s for s in schemes if s in names or s != ucx.SCHEME or not _is_loopback(options.bind_host)]
     return ReceiverSet(table, [_RECEIVERS[scheme](table, options, wires) for scheme in chosen])
 
 
@@ -162,8 +166,16 @@ def create_senders(
 
 
 def _resolve(name: str, network: LoopbackNetwork | None) -> tuple[str, ...]:
+    has_ucx = ucx.find_library() is not None
     if name == AUTO:
-        return tuple(s for s in known_connectors() if s != "loopback" or network is not None)
+        absent = {loopback.SCHEME if network is None else "", "" if has_ucx else ucx.SCHEME}
+        return tuple(scheme for scheme in known_connectors() if scheme not in absent)
     if name not in _SENDERS:
         raise ValueError(f"unknown connector {name!r}; known are {', '.join((AUTO, *known_connectors()))}")
+    if name == ucx.SCHEME and not has_ucx:
+        raise ValueError("connector 'ucx' needs the package ucxx")
     return (name,)
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

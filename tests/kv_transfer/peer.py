@@ -62,8 +62,10 @@ class Gate:
     def __init__(self) -> None:
         self.is_open = threading.Event()
         self.is_open.set()
+        self.is_reached = threading.Event()
 
     def __call__(self, source: memoryview) -> memoryview:
+        self.is_reached.set()
         self.is_open.wait()
         return source
 
@@ -88,6 +90,7 @@ class Peer:
             "cancel": self.cancel,
             "num_bytes_sent": self.num_bytes_sent,
             "hold": self.hold,
+            "held": self.held,
             "release": self.release,
             "listen": self.listen,
             "expect": self.expect,
@@ -118,6 +121,11 @@ class Peer:
 
     async def hold(self) -> None:
         self.gate.is_open.clear()
+        self.gate.is_reached.clear()
+
+    async def held(self) -> bool:
+        """Once a copy is being held back."""
+        return await asyncio.to_thread(self.gate.is_reached.wait, 10)
 
     async def release(self) -> None:
         self.gate.is_open.set()

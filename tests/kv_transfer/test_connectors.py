@@ -1,6 +1,7 @@
 """What every connector must do, in one suite over all of them: two real processes, except for loopback."""
 
 import asyncio
+import contextlib
 import random
 from dataclasses import replace
 from typing import Any
@@ -175,6 +176,12 @@ async def test_a_grant_is_opened_once(decode: Decode, prefill: Prefill) -> None:
     assert "already receiving" in str(await refusal_of(prefill, grant))
 
 
+async def send_until_refused(prefill: Prefill, grant: Grant, again: Run) -> None:
+    """What is sent before the request to stop arrives is late: it must go nowhere."""
+    while True:
+        await prefill.send(grant.handoff_id, [again])
+
+
 async def test_cancel_by_the_receiver_discards_what_follows(decode: Decode, prefill: Prefill) -> None:
     grant, other = decode.grant([10, 11, 12, 13]), decode.grant([20, 21])
     await prefill.open(grant)
@@ -187,7 +194,7 @@ async def test_cancel_by_the_receiver_discards_what_follows(decode: Decode, pref
         await waiting
     before = decode.blocks()
     with pytest.raises(Cancelled, match="cancelled by decode-here"):
-        await prefill.send(grant.handoff_id, [run(1, 1, 3)])
+        await asyncio.wait_for(send_until_refused(prefill, grant, run(1, 1, 3)), TIMEOUT_S)
     assert np.array_equal(decode.blocks(), before)
     assert await decode.receivers.cancel(grant.handoff_id)
     await prefill.send(other.handoff_id, [run(30, 0, 2)])
@@ -204,16 +211,18 @@ async def test_cancel_by_the_receiver_while_the_sender_copies(
     await prefill.open(grant)
     await prefill.call("hold")
     sending = asyncio.create_task(prefill.send(grant.handoff_id, [run(0, 0, 2)]))
-    await asyncio.sleep(0.05)  # let it reach the copy; sooner is as good
+    assert await prefill.call("held")
     is_quiet = await decode.receivers.cancel(grant.handoff_id)
     assert is_quiet == (connector != "shm")
     quiet = asyncio.create_task(decode.receivers.wait_quiet(grant.handoff_id))
     await asyncio.sleep(0)
     assert quiet.done() == is_quiet
     await prefill.call("release")
-    with pytest.raises(Cancelled):
+    with contextlib.suppress(Cancelled):  # unless it is done before the request to stop arrives
         await sending
     await asyncio.wait_for(quiet, TIMEOUT_S)
+    with pytest.raises(Cancelled):
+        await asyncio.wait_for(send_until_refused(prefill, grant, run(0, 0, 2)), TIMEOUT_S)
     assert await decode.receivers.cancel(grant.handoff_id)
 
 
@@ -238,7 +247,7 @@ async def test_cancel_by_the_sender_waits_for_its_copies(decode: Decode, prefill
     await prefill.open(grant)
     await prefill.call("hold")
     sending = asyncio.create_task(prefill.send(grant.handoff_id, [run(0, 0, 1)]))
-    await asyncio.sleep(0.05)
+    assert await prefill.call("held")
     assert not await prefill.cancel(grant.handoff_id)
     await prefill.call("release")
     with pytest.raises(Cancelled):
