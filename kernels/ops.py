@@ -1,8 +1,10 @@
 """The one entry point of each operation. Checks layouts and picks the body by where the tensors are.
 
-Knows nothing of models. Bodies: kernels.reference (plain torch), kernels.cpu.bodies (native). Matrix products are in
-kernels.linear.
+Knows nothing of models. Bodies: kernels.triton_bodies (GPU tensors), kernels.cpu.bodies (native, on a CPU), else
+kernels.reference (plain torch). Matrix products are in kernels.linear.
 """
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,48 +14,55 @@ from kernels.cpu import bodies as native
 from kernels.layouts import Caches, Ragged, Rope, TokenSlots
 
 
+class Bodies(Protocol):
+    """What each of the modules offers: every operation of this one, without its checks."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+    def rope_and_cache(self, qkv: Tensor, rope: Rope, slots: TokenSlots, caches: Caches) -> Tensor: ...
+    def paged_attention(self, query: Tensor, caches: Caches, ragged: Ragged, scale: float) -> Tensor: ...
+
+
+def bodies_for(x: Tensor) -> Bodies:
+    """Triton is imported when the first GPU tensor comes."""
+    if x.is_cuda:
+        from kernels import triton_bodies
+
+        return triton_bodies
+    return native if native.can_run(x) else reference
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, N], weight [N] -> [T, N]."""
-    assert x.is_contiguous() and weight.dtype is x.dtype and weight.shape == x.shape[1:], (
-        x.shape,
-        weight.shape,
-    )
-    if native.can_run(x):
-        return native.rms_norm(x, weight, eps)
-    return reference.rms_norm(x, weight, eps)
+    assert x.is_contiguous() and weight.shape == x.shape[1:], (x.shape, weight.shape)
+    assert weight.dtype is x.dtype, (weight.dtype, x.dtype)
+    return bodies_for(x).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """residual [T, N] += x [T, N] in place; returns the norm of the sum."""
-    assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape, (
-        x.shape,
-        residual.shape,
-    )
+    assert x.is_contiguous() and residual.is_contiguous(), (x.stride(), residual.stride())
+    assert x.shape == residual.shape and weight.shape == x.shape[1:], (x.shape, residual.shape, weight.shape)
     assert weight.dtype is x.dtype and residual.dtype is x.dtype, (weight.dtype, residual.dtype, x.dtype)
-    if native.can_run(x):
-        return native.add_rms_norm(x, residual, weight, eps)
-    return reference.add_rms_norm(x, residual, weight, eps)
+    return bodies_for(x).add_rms_norm(x, residual, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2I], the gate first -> [T, I]."""
     assert gate_up.is_contiguous() and gate_up.shape[1] % 2 == 0, gate_up.shape
-    if native.can_run(gate_up):
-        return native.silu_mul(gate_up)
-    return reference.silu_mul(gate_up)
+    return bodies_for(gate_up).silu_mul(gate_up)
 
 
 def rope_and_cache(qkv: Tensor, rope: Rope, slots: TokenSlots, caches: Caches) -> Tensor:
     """qkv [T, (H + 2 Hkv) D] -> rotated q [T, H, D]; writes rotated k and v to their slots."""
     caches.check()
-    assert qkv.is_contiguous() and qkv.shape[1] % caches.head_dim == 0, (qkv.shape, caches.head_dim)
-    assert rope.cos_sin.dtype is torch.float32 and rope.cos_sin.shape[1] == caches.head_dim, (
-        rope.cos_sin.shape
-    )
+    head_dim = caches.head_dim
+    assert qkv.is_contiguous() and qkv.shape[1] % head_dim == 0, (qkv.shape, head_dim)
+    assert caches.k.dtype is qkv.dtype, (caches.k.dtype, qkv.dtype)
+    assert rope.cos_sin.dtype is torch.float32 and rope.cos_sin.shape[1] == head_dim, rope.cos_sin.shape
     assert slots.positions.dtype is torch.int64 and slots.slot_mapping.dtype is torch.int64, slots
-    if native.can_rotate(qkv, caches):
-        return native.rope_and_cache(qkv, rope, slots, caches)
-    return reference.rope_and_cache(qkv, rope, slots, caches)
+    return bodies_for(qkv).rope_and_cache(qkv, rope, slots, caches)
 
 
 def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float) -> Tensor:
@@ -63,6 +72,5 @@ def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float)
     ragged.check()
     assert query.is_contiguous() and query.shape[2] == caches.head_dim, (query.shape, caches.head_dim)
     assert query.shape[1] % caches.num_kv_heads == 0, (query.shape, caches.num_kv_heads)
-    return (native if native.can_attend(query, caches) else reference).paged_attention(
-        query, caches, ragged, scale
-    )
+    assert caches.k.dtype is query.dtype, (caches.k.dtype, query.dtype)
+    return bodies_for(query).paged_attention(query, caches, ragged, scale)

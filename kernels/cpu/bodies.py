@@ -1,6 +1,7 @@
 """The native bodies as functions of tensors, with the signatures of kernels.reference. Only where `can_run` says so.
 
-Rows of every tensor but the caches are contiguous; the entry points see to that.
+Head sizes that are not whole vectors, or too large for the scratch memory, go to the reference. Rows of every tensor
+but the caches are contiguous; the entry points see to that.
 """
 
 from ctypes import byref
@@ -8,6 +9,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
+from kernels import reference
 from kernels.cpu.library import SUFFIXES, AttentionShape, RopeShape, function, native
 from kernels.layouts import Caches, Ragged, Rope, TokenSlots
 
@@ -19,17 +21,6 @@ MAX_GROUP = 64
 def can_run(x: Tensor) -> bool:
     """Whether there is a native body for tensors like this one on this machine."""
     return x.device.type == "cpu" and x.dtype in SUFFIXES and native() is not None
-
-
-def can_attend(query: Tensor, caches: Caches) -> bool:
-    """Head sizes in whole vectors, and a cache of the query's type."""
-    group = query.shape[1] // caches.num_kv_heads
-    fits = caches.head_dim % LANES == 0 and caches.head_dim <= MAX_HEAD_DIM and group <= MAX_GROUP
-    return fits and caches.k.dtype is query.dtype and can_run(query)
-
-
-def can_rotate(qkv: Tensor, caches: Caches) -> bool:
-    return caches.head_dim <= MAX_HEAD_DIM and caches.k.dtype is qkv.dtype and can_run(qkv)
 
 
 def pack_linear(weight: Tensor) -> Tensor:
@@ -75,6 +66,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def rope_and_cache(qkv: Tensor, rope: Rope, slots: TokenSlots, caches: Caches) -> Tensor:
     num_tokens, num_kv_heads, head_dim = qkv.shape[0], caches.num_kv_heads, caches.head_dim
+    if head_dim > MAX_HEAD_DIM:
+        return reference.rope_and_cache(qkv, rope, slots, caches)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     query = qkv.new_empty(num_tokens, num_heads, head_dim)
     strides = (caches.k.stride(0), caches.k.stride(1))
@@ -96,10 +89,13 @@ def rope_and_cache(qkv: Tensor, rope: Rope, slots: TokenSlots, caches: Caches) -
 
 
 def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float) -> Tensor:
+    head_dim, group = caches.head_dim, query.shape[1] // caches.num_kv_heads
+    if head_dim % LANES != 0 or head_dim > MAX_HEAD_DIM or group > MAX_GROUP:
+        return reference.paged_attention(query, caches, ragged, scale)
     output = torch.empty_like(query)
     num_seqs, max_blocks = ragged.block_tables.shape
     strides = (caches.k.stride(0), caches.k.stride(1))
-    heads = (query.shape[1], caches.num_kv_heads, caches.head_dim)
+    heads = (query.shape[1], caches.num_kv_heads, head_dim)
     shape = AttentionShape(num_seqs, *heads, caches.block_size, max_blocks, *strides, scale)
     function("attention", query.dtype)(
         query.data_ptr(),

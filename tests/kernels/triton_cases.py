@@ -1,0 +1,78 @@
+"""The Triton bodies against the reference. Not collected by itself: test_triton.py runs it in a process of its own,
+under the interpreter where there is no GPU."""
+
+import pytest
+import torch
+
+from kernels import reference, triton_bodies
+from kernels.layouts import Caches, Ragged, Rope, TokenSlots
+from kernels.triton_runtime import IS_INTERPRETED
+
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+RAGGED = {
+    "one": [(0, 1)],
+    "edges": [(0, 15), (0, 16), (0, 17), (14, 1), (15, 1), (16, 1), (32, 1)],
+    "chunks": [(0, 33), (7, 9), (31, 5), (40, 1)],
+}
+
+
+def moved(part):
+    if isinstance(part, torch.Tensor):
+        return part.to(DEVICE)
+    if isinstance(part, Caches | Ragged | Rope | TokenSlots):
+        return type(part)(*(moved(item) for item in part))
+    return part
+
+
+@DTYPES
+@pytest.mark.parametrize("lens", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize(("heads", "head_dim"), [((9, 3), 64), ((4, 2), 128), ((2, 2), 24)])
+def test_attention(attention_case, near, lens, heads, head_dim, dtype):
+    case = attention_case(lens, heads, head_dim, dtype=dtype)
+    actual = triton_bodies.paged_attention(*(moved(part) for part in case))
+    near(actual.cpu(), reference.paged_attention(*case))
+
+
+def test_attention_over_blocks_that_are_no_power_of_two(attention_case, near):
+    case = attention_case([(10, 40), (90, 1)], block_size=20)
+    near(
+        triton_bodies.paged_attention(*(moved(part) for part in case)).cpu(), reference.paged_attention(*case)
+    )
+
+
+def test_a_row_is_the_same_in_any_chunking(attention_case):
+    query, caches, ragged, scale = attention_case([(0, 50)])
+    whole = triton_bodies.paged_attention(*(moved(part) for part in (query, caches, ragged, scale)))
+    chunk = Ragged(torch.tensor([0, 13], dtype=torch.int32), ragged.context_lens, ragged.block_tables)
+    part = triton_bodies.paged_attention(*(moved(item) for item in (query[-13:], caches, chunk, scale)))
+    assert torch.equal(part, whole[-13:])
+
+
+@DTYPES
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("num_tokens", "head_dim"), [(1, 64), (5, 128), (7, 24)])
+def test_rope_and_cache(rope_case, near, num_tokens, head_dim, has_norm, dtype):
+    expected, actual = (rope_case(num_tokens, (9, 3), head_dim, dtype, has_norm) for _ in range(2))
+    actual_parts = [moved(part) for part in actual]
+    near(triton_bodies.rope_and_cache(*actual_parts).cpu(), reference.rope_and_cache(*expected))
+    for written, wanted in zip(actual_parts[-1], expected.caches, strict=True):
+        near(written.cpu(), wanted)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 576), (5, 64), (3, 100)])
+def test_norms(near, shape, dtype):
+    x, residual = (torch.randn(shape).to(dtype) for _ in range(2))
+    weight = torch.randn(shape[1]).to(dtype)
+    near(triton_bodies.rms_norm(moved(x), moved(weight), 1e-5).cpu(), reference.rms_norm(x, weight, 1e-5))
+    actual_residual, expected_residual = moved(residual.clone()), residual.clone()
+    actual = triton_bodies.add_rms_norm(moved(x), actual_residual, moved(weight), 1e-5)
+    near(actual.cpu(), reference.add_rms_norm(x, expected_residual, weight, 1e-5))
+    near(actual_residual.cpu(), expected_residual)  # the interpreter truncates to bfloat16
+
+
+@DTYPES
+def test_silu_mul(near, dtype):
+    gate_up = (4 * torch.randn(3, 2 * 1100)).to(dtype)
+    near(triton_bodies.silu_mul(moved(gate_up)).cpu(), reference.silu_mul(gate_up))
