@@ -1,11 +1,13 @@
 """The two halves of a session between a gateway and a worker, for either end. Knows neither gRPC nor messages.
 
-    put() put() ─► Outbox ─► batches(): all that gathered, as one list; an empty list is a keepalive
-    heard_within(): a peer's messages, or WorkerLost once it was silent too long
+put() put() ─► Outbox ─► batches(): all that gathered, as one list; an empty list is a keepalive
+heard_within(): a peer's messages, or WorkerLost once it was silent too long
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Coroutine
 from typing import Generic, TypeVar
 
 from core.clock import Clock, monotonic
@@ -17,6 +19,9 @@ MAX_OUTBOX_AGE_S = 10.0
 MAX_OUTBOX_BYTES = 64 << 20
 
 Item = TypeVar("Item")
+Command = TypeVar("Command")
+Event = TypeVar("Event")
+logger = logging.getLogger(__name__)
 
 
 class Outbox(Generic[Item]):
@@ -80,3 +85,50 @@ async def heard_within(messages: AsyncIterator[Item], silence_s: float = SILENCE
         except TimeoutError:
             raise WorkerLost(f"nothing was heard for {silence_s:g} s") from None
         yield message
+
+
+class SessionHost(ABC, Generic[Command, Event]):
+    """A worker's side of all its sessions. The variants say what a command does and what a session's end means."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    def on_command(self, command: Command, events: Outbox[Event]) -> None:
+        """Act on one command at once, without waiting; answers go to `events`, now or later."""
+
+    @abstractmethod
+    def on_session_end(self, events: Outbox[Event]) -> None:
+        """Abort exactly what came through this session. `events` is closed already."""
+
+    async def serve(
+        self, hello: Event, commands: AsyncIterator[Command | None]
+    ) -> AsyncIterator[list[Event]]:
+        """The event batches of one session, `hello` first. `commands` holds None for each keepalive."""
+        events: Outbox[Event] = Outbox()
+        events.put(hello)
+        reader = self.spawn(self._read(commands, events))
+        try:
+            async for batch in events.batches():
+                yield batch
+        finally:
+            reader.cancel()
+            events.close()
+            self.on_session_end(events)
+
+    async def _read(self, commands: AsyncIterator[Command | None], events: Outbox[Event]) -> None:
+        try:
+            async for command in heard_within(commands):
+                if command is not None:
+                    self.on_command(command, events)
+        except WorkerLost as error:
+            logger.warning("session broken: %s", error)
+        finally:
+            events.close()
+
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run `work`, holding a reference to it until it ends."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

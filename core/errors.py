@@ -80,6 +80,12 @@ class TransferFailed(TandemError):
     retryable = True
 
 
+class ModelLoadError(TandemError):
+    """The files do not make a model that can be run. The message names the file and what is wrong."""
+
+    code = ErrorCode.ENGINE
+
+
 class EngineFailed(TandemError):
     code = ErrorCode.ENGINE
 

@@ -43,7 +43,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", module, "--channel-fd", str(theirs.fileno())]
         command += ["--pool-fd", str(region.fd), "--config", msgspec.json.encode(config).decode()]
-        child = subprocess.Popen(command, pass_fds=(theirs.fileno(), region.fd))
+        child = subprocess.Popen(command, pass_fds=(theirs.fileno(), region.fd))  # noqa: ASYNC220 - at start
         theirs.close()
         engine = cls(child, await ServiceChannel.open(ours), region)
         try:

@@ -7,6 +7,7 @@ import msgspec
 
 from core.grant import FirstToken
 from core.ids import BlockHash, BlockId, HandoffId
+from core.load import Load
 from core.sampling import SamplingParams
 
 
@@ -121,18 +122,6 @@ class WorkAborted(Event, frozen=True, tag=True):
 AnyEvent = Started | Computed | First | Reserved | Token | WorkFailed | WorkAborted
 
 
-class EngineLoad(msgspec.Struct, frozen=True):
-    """The engine after a step."""
-
-    num_blocks: int
-    num_free_blocks: int
-    num_queued_tokens: int
-    num_running: int
-    num_waiting: int
-    step_s: float
-    blocks_by_state: dict[str, int]
-
-
 class Commands(msgspec.Struct, frozen=True, tag=True):
     """One message down."""
 
@@ -144,7 +133,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     `failure` is set on an engine's last report, when it cannot go on."""
 
     events: list[AnyEvent]
-    load: EngineLoad | None = None
+    load: Load | None = None
     cache_changes: list[tuple[bool, BlockHash]] = []
     failure: str = ""
 

@@ -14,12 +14,13 @@ import msgspec
 
 from core.errors import TandemError
 from core.kv_region import KVRegion
+from core.load import Load
 from engine.block_pool import CacheChange
 from engine.channel import EngineChannel
 from engine.config import EngineConfig
 from engine.engine import Engine, build_engine
 from engine.engine_geometry import EngineGeometry
-from engine.messages import AnyCommand, AnyEvent, EngineLoad, Loading, Report
+from engine.messages import AnyCommand, AnyEvent, Loading, Report
 from engine.scheduler import Work
 
 logger = logging.getLogger(__name__)
@@ -62,9 +63,9 @@ def run_worker(channel: EngineChannel, tier: Tier) -> None:
             for command in message.commands:
                 tier.handle(command)
         did_work = _step(tier)
-        if tier.events or did_work:
+        if messages or tier.events or did_work:
             channel.send(report(tier))
-        elif not messages:
+        else:
             tier.engine.scheduler.pool.check()
 
 
@@ -87,7 +88,7 @@ def _announce(channel: EngineChannel, tier: Tier, work: list[Work]) -> None:
 def report(tier: Tier) -> Report:
     """Everything since the last report; empties the tier's events."""
     scheduler = tier.engine.scheduler
-    load = EngineLoad(
+    load = Load(
         num_blocks=scheduler.pool.num_blocks,
         num_free_blocks=scheduler.pool.num_available,
         num_queued_tokens=scheduler.num_queued_tokens,
@@ -98,7 +99,7 @@ def report(tier: Tier) -> Report:
     )
     events, tier.events = tier.events, []
     changes: list[CacheChange] = scheduler.pool.drain_changes()
-    return Report(events, load, [tuple(change) for change in changes])
+    return Report(events, load, [(change.is_stored, change.block_hash) for change in changes])
 
 
 def worker_main(make_tier: Callable[[Engine, EngineGeometry], Tier]) -> int:

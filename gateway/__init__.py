@@ -1,1 +1,1 @@
-"""The front door: OpenAI HTTP and gRPC, tokenising, validation, routing and orchestration of handoffs. Never imports torch."""
+"""The front door: OpenAI HTTP and gRPC, tokenising, validation, routing, orchestration. Never imports torch."""

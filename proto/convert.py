@@ -5,7 +5,10 @@ from core.errors import Busy, InvalidRequest, ModelNotFound, TandemError, error_
 from core.grant import FirstToken, Grant
 from core.ids import BlockId, Epoch, HandoffId, RequestId, WorkerId
 from core.kv_spec import DType, KVSpec
+from core.load import Load
 from core.sampling import SamplingParams
+from core.worker import WorkerRecord
+from proto import session_pb2 as session
 from proto import types_pb2 as pb
 
 FINISH_REASONS = {
@@ -108,6 +111,42 @@ def first_token_to_proto(token: FirstToken, finish_reason: str = "") -> pb.First
         token_id=token.token_id,
         logprob=token.logprob,
         finish_reason=FINISH_REASONS[finish_reason],
+    )
+
+
+def hello_to_proto(record: WorkerRecord) -> session.WorkerHello:
+    return session.WorkerHello(
+        worker=identity_to_proto(*record.key),
+        kv_spec=kv_spec_to_proto(record.kv_spec),
+        context_len=record.context_len,
+        num_blocks=record.num_blocks,
+        max_batch=record.max_batch,
+    )
+
+
+def load_to_proto(load: Load) -> pb.Load:
+    return pb.Load(
+        num_blocks=load.num_blocks,
+        num_free_blocks=load.num_free_blocks,
+        num_queued_tokens=load.num_queued_tokens,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        step_s=load.step_s,
+        sequence=load.sequence,
+        blocks_by_state=load.blocks_by_state,
+    )
+
+
+def load_from_proto(message: pb.Load) -> Load:
+    return Load(
+        num_blocks=message.num_blocks,
+        num_free_blocks=message.num_free_blocks,
+        num_queued_tokens=message.num_queued_tokens,
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        step_s=message.step_s,
+        blocks_by_state=dict(message.blocks_by_state),
+        sequence=message.sequence,
     )
 
 

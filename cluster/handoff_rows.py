@@ -1,0 +1,62 @@
+"""Rows that operators look at: which handoffs are live and where. Written in batches that no request waits for."""
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from cluster.store import Store
+from core.ids import HandoffId
+
+FLUSH_S = 0.1
+ROW_LIFETIME_S = 60
+
+
+class HandoffRows:
+    """One gateway's live handoffs. A row exists from soon after its handoff began until soon after its end."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._live: dict[HandoffId, dict[str, str]] = {}
+        self._changed: set[HandoffId] = set()
+        self._written: set[HandoffId] = set()
+        self._wake = asyncio.Event()
+
+    def update(
+        self, handoff_id: HandoffId, state: str, prefill_worker_id: str, decode_worker_id: str
+    ) -> None:
+        self._live[handoff_id] = {"state": state, "prefill": prefill_worker_id, "decode": decode_worker_id}
+        self._touch(handoff_id)
+
+    def remove(self, handoff_id: HandoffId) -> None:
+        self._live.pop(handoff_id, None)
+        self._touch(handoff_id)
+
+    def _touch(self, handoff_id: HandoffId) -> None:
+        self._changed.add(handoff_id)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Write until cancelled. A change that Redis did not take stays due, the latest state of it only."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            due, self._changed = self._changed, set()
+            if not await self._store.call(partial(self._write, due=due)):
+                self._changed |= due
+                self._wake.set()
+            await asyncio.sleep(FLUSH_S)
+
+    async def _write(self, redis: Any, due: set[HandoffId]) -> bool:
+        async with redis.pipeline(transaction=False) as pipe:
+            for handoff_id in due:
+                key = self._store.keys.handoff(handoff_id)
+                row = self._live.get(handoff_id)
+                if row is not None:
+                    pipe.hset(key, mapping=row)
+                    pipe.expire(key, ROW_LIFETIME_S)
+                    self._written.add(handoff_id)
+                elif handoff_id in self._written:
+                    pipe.delete(key)
+            await pipe.execute()
+        self._written -= {handoff_id for handoff_id in due if handoff_id not in self._live}
+        return True

@@ -1,0 +1,77 @@
+"""The connection to Redis, treated as a hint: every call has a time limit and may come back empty-handed.
+
+A store that does not answer costs its caller at most the limit, and nothing at all while the breaker is open; the
+change between up and down is logged once each way. redis-py drops the connection of a cancelled command, so a late
+answer is never read by the next caller.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from prometheus_client import Counter, Histogram
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from cluster.keys import Keys
+from core.clock import Clock, monotonic
+
+logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+CALL_LIMIT_S = 1.0
+FAILURES_TO_OPEN = 3
+OPEN_S = 1.0
+
+CALLS = Histogram("tandem_redis_call_seconds", "Time of calls to Redis that answered.")
+FAILURES = Counter("tandem_redis_failures_total", "Calls to Redis that failed or came too late.", ["reason"])
+
+
+class Store:
+    """One per process. `redis` is for scripts and tests; everything else goes through call()."""
+
+    def __init__(self, url: str, cluster: str = "default", clock: Clock = monotonic) -> None:
+        self.keys = Keys(cluster)
+        self.redis: Any = Redis.from_url(url, socket_connect_timeout=CALL_LIMIT_S, retry=None)
+        self.is_up = True
+        self._clock = clock
+        self._num_failures = 0
+        self._open_until_s = 0.0
+
+    async def call(
+        self, make: Callable[[Any], Awaitable[Answer]], limit_s: float = CALL_LIMIT_S
+    ) -> Answer | None:
+        """The answer of `make(redis)`, or None when there was none within `limit_s` or the breaker is open."""
+        if self._clock() < self._open_until_s:
+            return None
+        started_s = self._clock()
+        try:
+            async with asyncio.timeout(limit_s):
+                answer = await make(self.redis)
+        except (RedisError, OSError, TimeoutError) as error:
+            self._failed(error)
+            return None
+        CALLS.observe(self._clock() - started_s)
+        self._answered()
+        return answer
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+
+    def _failed(self, error: Exception) -> None:
+        FAILURES.labels(reason=type(error).__name__).inc()
+        self._num_failures += 1
+        if self._num_failures >= FAILURES_TO_OPEN:
+            self._open_until_s = self._clock() + OPEN_S
+        if self.is_up:
+            self.is_up = False
+            logger.warning(
+                "Redis does not answer (%s): serving on the last view of the cluster", error or type(error)
+            )
+
+    def _answered(self) -> None:
+        self._num_failures = 0
+        if not self.is_up:
+            self.is_up = True
+            logger.info("Redis answers again")

@@ -1,0 +1,136 @@
+"""The frame of a worker's service process: gRPC server with health and reflection, registration, drain and stop.
+The same for both tiers; knows nothing of engines, handoffs or the session messages."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster.block_index import BlockPublisher
+from cluster.registry import Registration
+from cluster.store import Store
+from core.ids import Epoch, WorkerId, new_epoch
+from core.load import Load
+from core.worker import WorkerRecord, WorkerShape
+
+logger = logging.getLogger(__name__)
+DRAIN_S = 20.0
+DRAIN_POLL_S = 0.05
+MAX_MESSAGE_BYTES = 64 << 20
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """The network side of one worker. `listen` is host:port (port 0: a free one); `advertised_host` is the name that
+    gateways and peers use, the bound host unless given; `connector` one of kv_transfer's or `auto`."""
+
+    worker_id: WorkerId
+    model: str
+    listen: str = "127.0.0.1:0"
+    advertised_host: str | None = None
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    cluster: str = "default"
+    connector: str = "auto"
+    transfer_port: int = 0
+    drain_s: float = DRAIN_S
+
+    @property
+    def host(self) -> str:
+        return self.listen.rpartition(":")[0]
+
+
+class WorkerServer:
+    """One incarnation of one worker: its epoch, its address, its presence in the registry."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.epoch: Epoch = new_epoch()
+        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        self.store = Store(config.redis_url, config.cluster)
+        self.publisher = BlockPublisher(self.store, config.worker_id, self.epoch)
+        self._health = health.aio.HealthServicer()
+        self._stop = asyncio.Event()
+
+    def bind(self, shape: WorkerShape) -> WorkerRecord:
+        """Take the port; what this incarnation says of itself. Raises RuntimeError when the port is taken."""
+        port = self.server.add_insecure_port(self.config.listen)
+        return WorkerRecord(
+            worker_id=self.config.worker_id,
+            epoch=self.epoch,
+            address=f"{self.config.advertised_host or self.config.host}:{port}",
+            model=self.config.model,
+            connector=self.config.connector,
+            **shape._asdict(),
+        )
+
+    async def run(
+        self,
+        record: WorkerRecord,
+        services: Iterable[str],
+        follow_engine: asyncio.Task[None],
+        read_load: Callable[[], Load],
+        num_handoffs: Callable[[], int],
+    ) -> int:
+        """Serve until SIGTERM, SIGINT or the engine's end, drain, deregister; the exit status."""
+        await self._start(services)
+        registration = Registration(self.store, record, read_load, self.publisher.republish)
+        background = [asyncio.create_task(registration.run()), asyncio.create_task(self.publisher.run())]
+        logger.info("%s %s serves on %s", record.role, record.worker_id, record.address)
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([stopped, follow_engine], return_when=asyncio.FIRST_COMPLETED)
+        engine_died = follow_engine.done()
+        if engine_died:
+            logger.error("the engine process ended")
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        for task in (*background, stopped):
+            task.cancel()
+        await registration.leave()
+        if not engine_died:
+            await self._drain(num_handoffs)
+        await self.publisher.withdraw()
+        await self.server.stop(grace=1.0)
+        await self.store.close()
+        return 1 if engine_died else 0
+
+    async def _start(self, services: Iterable[str]) -> None:
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection(
+            (*services, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server
+        )
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self.server.start()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+
+    async def _drain(self, num_handoffs: Callable[[], int]) -> None:
+        """Let what runs finish, at most drain_s; whatever is left ends with its session."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self.config.drain_s
+        while num_handoffs() and loop.time() < until_s:  # noqa: ASYNC110 - two conditions, one at a time
+            await asyncio.sleep(DRAIN_POLL_S)
+
+
+class LoadingLog:
+    """For EngineProcess.start: a line whenever another quarter of the weights is loaded."""
+
+    def __init__(self) -> None:
+        self._num_quarters = 0
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        num_quarters = 4 * done_bytes // max(total_bytes, 1)
+        if num_quarters > self._num_quarters:
+            self._num_quarters = num_quarters
+            logger.info("loading weights: %d %%", 25 * num_quarters)

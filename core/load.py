@@ -1,0 +1,18 @@
+"""A worker's load as it travels: from the engine to its service, to gateways and to Redis."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`num_free_blocks` counts blocks free or cached without a reference: what a new request can get.
+    `blocks_by_state` sums to `num_blocks`. `sequence` grows with each publication of one epoch."""
+
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_queued_tokens: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    step_s: float = 0.0
+    blocks_by_state: dict[str, int] = field(default_factory=dict)
+    sequence: int = 0

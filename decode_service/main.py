@@ -1,0 +1,46 @@
+"""One decode worker as a process: engine process, connectors, gRPC server. `tandem decode` runs it."""
+
+import asyncio
+import logging
+
+from cluster.worker_server import LoadingLog, WorkerConfig, WorkerServer
+from core.errors import EngineFailed
+from core.grant import GrantSigner
+from core.worker import Role
+from decode_service.handoff import Granter
+from decode_service.service import DecodeService
+from engine.config import EngineConfig
+from engine.engine_geometry import EngineGeometry
+from engine.engine_process import EngineProcess
+from kv_transfer.base import Identity, TransferOptions
+from kv_transfer.connectors import create_receivers
+from proto import convert, session_pb2, session_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
+    """Until told to stop; the exit status. Raises ModelLoadError and ValueError for a wrong configuration."""
+    geometry = EngineGeometry(engine_config)
+    server = WorkerServer(config)
+    record = server.bind(geometry.shape(Role.DECODE))
+    try:
+        engine = await EngineProcess.start("decode_service.worker", engine_config, geometry, LoadingLog())
+    except EngineFailed as error:
+        logger.error("%s", error)
+        return 1
+    options = TransferOptions(config.host, config.advertised_host, config.transfer_port, config.transfer_port)
+    identity = Identity(config.worker_id, server.epoch, geometry.kv_spec)
+    signer = GrantSigner()
+    receivers = create_receivers([config.connector], engine.region, identity, signer.verify, options)
+    await receivers.start()
+    granter = Granter(config.worker_id, server.epoch, signer, receivers)
+    service = DecodeService(convert.hello_to_proto(record), engine, granter, server.publisher)
+    session_pb2_grpc.add_DecodeServicer_to_server(service, server.server)
+    names = [session_pb2.DESCRIPTOR.services_by_name["Decode"].full_name]
+    follow = asyncio.create_task(service.follow_engine())
+    try:
+        return await server.run(record, names, follow, lambda: service.load, lambda: service.num_handoffs)
+    finally:
+        await receivers.close()
+        await engine.stop()

@@ -1,0 +1,19 @@
+"""What a gateway is told at its start. Read once, passed down."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """`model` is a directory, a GGUF file or `smollm2`; `model_id` is what clients write (derived from `model` unless
+    given). `http` and `grpc` are host:port, port 0 picks a free one."""
+
+    model: str = "smollm2"
+    model_id: str | None = None
+    http: str = "127.0.0.1:8000"
+    grpc: str = "127.0.0.1:50051"
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    cluster: str = "default"
+    ready_file: str | None = None
+    max_body_bytes: int = 8 << 20
+    request_timeout_s: float = 600.0

@@ -1,0 +1,243 @@
+"""The OpenAI endpoints and the operators' ones, over Starlette. Everything beyond the protocol is in `serving`."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from dataclasses import asdict
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from core.errors import Busy, EngineFailed, InvalidRequest, TandemError, Unavailable
+from gateway.openai_objects import ChatShape, CompletionShape, Envelope, Shape, error_object, http_status
+from gateway.openai_schema import ChatBody, CompletionBody, TokenizeBody, parse_body
+from gateway.serving import Serving, TextChunk, TextGeneration
+
+MAX_REQUEST_ID_LEN = 128
+TIMING_HEADER = "x-tandem-timing"
+REQUEST_ID_HEADER = "x-request-id"
+RETRY_AFTER_S = 1
+
+
+class HttpFront:
+    """The handlers. `app` is the ASGI application."""
+
+    def __init__(self, serving: Serving, max_body_bytes: int) -> None:
+        self._serving = serving
+        self._max_body_bytes = max_body_bytes
+        self.app = Starlette(
+            routes=[
+                Route("/v1/models", self.models),
+                Route("/v1/models/{model:path}", self.model),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/tokenize", self.tokenize, methods=["POST"]),
+                Route("/health", self.health),
+                Route("/ready", self.ready),
+                Route("/metrics", self.metrics),
+                Route("/cluster", self.cluster),
+            ],
+            exception_handlers={TandemError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
+        )
+
+    async def completions(self, request: Request) -> Response:
+        body: CompletionBody = parse_body(await self._read(request), CompletionBody)
+        generation = await self._serving.prepare(body.ask(_request_id(request)))
+        return await self._answer(request, generation, CompletionShape(), bool(body.stream), body.wants_usage)
+
+    async def chat(self, request: Request) -> Response:
+        body: ChatBody = parse_body(await self._read(request), ChatBody)
+        generation = await self._serving.prepare(body.ask(_request_id(request)))
+        return await self._answer(request, generation, ChatShape(), bool(body.stream), body.wants_usage)
+
+    async def tokenize(self, request: Request) -> Response:
+        body: TokenizeBody = parse_body(await self._read(request), TokenizeBody)
+        if body.model is not None:
+            self._serving.check_model(body.model)
+        ids = await self._serving.tokenize(body.to_prompt())
+        return JSONResponse({"tokens": ids, "count": len(ids)})
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_object()]})
+
+    async def model(self, request: Request) -> Response:
+        self._serving.check_model(request.path_params["model"])
+        return JSONResponse(self._model_object())
+
+    async def health(self, request: Request) -> Response:
+        """Alive: depends on nobody else."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Can serve: both tiers are connected."""
+        is_ready = self._serving.fleet.is_ready
+        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._serving.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def cluster(self, request: Request) -> Response:
+        """What operators look at: workers with their load, live requests with their stage."""
+        workers = [
+            {
+                "record": asdict(link.record),
+                "load": asdict(link.load),
+                "is_up": link.is_up,
+                "num_open": link.num_open,
+            }
+            for link in self._serving.fleet.links
+        ]
+        live = [
+            {"request_id": request_id, **asdict(entry.report)}
+            for request_id, entry in self._serving.orchestrator.live.items()
+        ]
+        return JSONResponse({"model": self._serving.model_id, "workers": workers, "requests": live})
+
+    async def _read(self, request: Request) -> bytes:
+        """The body, bounded. Raises HTTPException 413."""
+        chunks: list[bytes] = []
+        num_bytes = 0
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > self._max_body_bytes:
+                raise HTTPException(413, f"the body is larger than {self._max_body_bytes} bytes")
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    async def _answer(
+        self, request: Request, generation: TextGeneration, shape: Shape, is_stream: bool, wants_usage: bool
+    ) -> Response:
+        envelope = Envelope(shape, generation, self._serving.model_id)
+        wants_timing = TIMING_HEADER in request.headers
+        headers = {REQUEST_ID_HEADER: _request_id(request) or generation.request_id}
+        if is_stream:
+            return await _stream(generation, envelope, wants_usage, wants_timing, headers)
+        chunks = await _unless_gone(request, _collect(generation))
+        whole = envelope.whole("".join(chunk.text for chunk in chunks), chunks[-1].finish_reason)
+        if wants_timing:
+            whole["timing"] = envelope.timing()
+        return JSONResponse(whole, headers=headers)
+
+    def _model_object(self) -> dict[str, Any]:
+        model: dict[str, Any] = {
+            "id": self._serving.model_id,
+            "object": "model",
+            "created": 0,
+            "owned_by": "tandem",
+        }
+        with contextlib.suppress(Unavailable):
+            model["max_model_len"] = self._serving.context_len
+        return model
+
+
+async def _collect(generation: TextGeneration) -> list[TextChunk]:
+    return [chunk async for chunk in generation.chunks()]
+
+
+async def _unless_gone(request: Request, work: Awaitable[list[TextChunk]]) -> list[TextChunk]:
+    """The result of `work`, which is cancelled (and with it the request on both tiers) when the client leaves."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            raise HTTPException(499, "the client left")
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stream(
+    generation: TextGeneration,
+    envelope: Envelope,
+    wants_usage: bool,
+    wants_timing: bool,
+    headers: dict[str, str],
+) -> Response:
+    """The status is decided by the first chunk: until there is one an error is a proper error answer."""
+    chunks = generation.chunks()
+    first = await anext(chunks)
+    body = _events(first, chunks, envelope, wants_usage, wants_timing)
+    headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(body, media_type="text/event-stream", headers=headers)
+
+
+async def _events(
+    first: TextChunk,
+    rest: AsyncGenerator[TextChunk, None],
+    envelope: Envelope,
+    wants_usage: bool,
+    wants_timing: bool,
+) -> AsyncIterator[bytes]:
+    """Server-sent events. An error after the headers is an error event and the end, never a finish."""
+    try:
+        opening = envelope.shape.opening()
+        if opening is not None:
+            yield _event(envelope.chunk(opening, wants_usage))
+        async for chunk in _with_first(first, rest):
+            part = envelope.chunk(envelope.shape.part(chunk), wants_usage)
+            if chunk.finish_reason and wants_timing:
+                part["timing"] = envelope.timing()
+            yield _event(part)
+        if wants_usage:
+            yield _event(envelope.usage_chunk())
+        yield b"data: [DONE]\n\n"
+    except TandemError as error:
+        yield _event(error_object(error))
+    finally:
+        await _close(rest)
+
+
+async def _with_first(
+    first: TextChunk, rest: AsyncGenerator[TextChunk, None]
+) -> AsyncGenerator[TextChunk, None]:
+    yield first
+    async for chunk in rest:
+        yield chunk
+
+
+async def _close(chunks: Any) -> None:
+    """Abort what is left of a generation, also when this task is being cancelled."""
+    await chunks.aclose()
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _request_id(request: Request) -> str:
+    """The client's own id for logs and echo: bounded, visible ASCII, never a key."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")[:MAX_REQUEST_ID_LEN]
+    return "".join(character for character in given if "!" <= character <= "~")
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TandemError)
+    headers = {}
+    if isinstance(error, Busy | Unavailable) or error.retryable:
+        headers["retry-after"] = str(round(getattr(error, "retry_after_s", RETRY_AFTER_S)) or RETRY_AFTER_S)
+    return JSONResponse(error_object(error), http_status(error), headers=headers)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = error_object(InvalidRequest("body", error.detail))
+    return JSONResponse(body, error.status_code, headers=error.headers)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_object(EngineFailed("internal error")), 500)

@@ -1,0 +1,172 @@
+"""The gateway's end of one worker's session: connect, greet, send commands, hand each event to whoever waits for it.
+Knows nothing of requests beyond their handoff ids."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from cluster.session import Outbox, heard_within
+from core.errors import TandemError, WorkerLost
+from core.ids import HandoffId
+from core.load import Load
+from core.worker import Role, WorkerRecord
+from proto import convert, session_pb2_grpc
+from proto import session_pb2 as pb
+
+logger = logging.getLogger(__name__)
+RECONNECT_S = 0.2
+MAX_MESSAGE_BYTES = 64 << 20
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+SessionEvent = pb.PrefillEvent | pb.DecodeEvent
+SessionCommand = pb.PrefillCommand | pb.DecodeCommand
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """Put into every open inbox when the session breaks: nothing more will come from that worker."""
+
+    worker: WorkerRecord
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """One event and the worker it came from."""
+
+    worker: WorkerRecord
+    kind: str
+    body: Any
+
+
+class Cancel:
+    """Put into an inbox when the client asked for the end."""
+
+
+CANCELLED = Cancel()
+Inbox = asyncio.Queue[FromWorker | LinkLost | Cancel]
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialect:
+    """What differs between the tiers' sessions."""
+
+    open: Callable[[grpc.aio.Channel, AsyncIterator[Any]], AsyncIterator[Any]]
+    wrap: Callable[[Sequence[Any]], Any]
+    hello: Callable[[pb.GatewayHello], Any]
+
+
+_DIALECTS = {
+    Role.PREFILL: _Dialect(
+        lambda channel, commands: session_pb2_grpc.PrefillStub(channel).Session(commands),
+        lambda batch: pb.PrefillCommands(commands=batch),
+        lambda hello: pb.PrefillCommand(hello=hello),
+    ),
+    Role.DECODE: _Dialect(
+        lambda channel, commands: session_pb2_grpc.DecodeStub(channel).Session(commands),
+        lambda batch: pb.DecodeCommands(commands=batch),
+        lambda hello: pb.DecodeCommand(hello=hello),
+    ),
+}
+
+
+class WorkerLink:
+    """One session with one incarnation of one worker. `run()` ends when the session does; the owner opens another."""
+
+    def __init__(self, record: WorkerRecord, gateway_id: str) -> None:
+        self.record = record
+        self.load = Load()
+        self.up = asyncio.Event()
+        self.num_pending_tokens = 0
+        self._gateway_id = gateway_id
+        self._dialect = _DIALECTS[record.role]
+        self._outbox: Outbox[Any] = Outbox()
+        self._inboxes: dict[HandoffId, Inbox] = {}
+
+    @property
+    def is_up(self) -> bool:
+        """The worker has greeted and the session has not ended."""
+        return self.up.is_set()
+
+    @property
+    def num_open(self) -> int:
+        """Handoffs of this gateway on that worker."""
+        return len(self._inboxes)
+
+    def subscribe(self, handoff_id: HandoffId, inbox: Inbox) -> None:
+        """From now on every event of the handoff goes to `inbox`, in order, until unsubscribe()."""
+        self._inboxes[handoff_id] = inbox
+        if not self.is_up:
+            inbox.put_nowait(LinkLost(self.record, "the session is down"))
+
+    def unsubscribe(self, handoff_id: HandoffId) -> None:
+        self._inboxes.pop(handoff_id, None)
+
+    def send(self, command: SessionCommand) -> None:
+        """Queue a command; dropped when the session is down (whoever waits for its answer gets LinkLost)."""
+        self._outbox.put(command, command.ByteSize())
+
+    async def run(self) -> None:
+        """Until the session ends. Then every waiting handoff learns it, once."""
+        reason = "the session ended"
+        try:
+            async with grpc.aio.insecure_channel(self.record.address, options=CHANNEL_OPTIONS) as channel:
+                await self._converse(channel)
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except TandemError as error:
+            reason = str(error)
+        finally:
+            self._end(reason)
+
+    async def _converse(self, channel: grpc.aio.Channel) -> None:
+        hello = pb.GatewayHello(gateway_id=self._gateway_id, fingerprint=self.record.kv_spec.fingerprint)
+        self._outbox.put(self._dialect.hello(hello))
+        async for message in heard_within(self._dialect.open(channel, self._outgoing())):
+            if message.HasField("load"):
+                self.load = convert.load_from_proto(message.load)
+            for event in message.events:
+                self._on_event(event)
+
+    async def _outgoing(self) -> AsyncIterator[Any]:
+        async for batch in self._outbox.batches():
+            yield self._dialect.wrap(batch)
+
+    def _on_event(self, event: SessionEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind is None:
+            return
+        body = getattr(event, kind)
+        if kind == "hello":
+            self._greet(body)
+            return
+        handoff = body.grant.handoff_id if kind == "granted" else body.handoff_id
+        inbox = self._inboxes.get(convert.handoff_id_from_proto(handoff))
+        if inbox is not None:
+            inbox.put_nowait(FromWorker(self.record, kind, body))
+
+    def _greet(self, hello: pb.WorkerHello) -> None:
+        """Raises WorkerLost when another incarnation or model answers at that address."""
+        if hello.worker.epoch != self.record.epoch:
+            raise WorkerLost(f"{self.record.worker_id} has restarted")
+        mismatch = self.record.kv_spec.mismatch(convert.kv_spec_from_proto(hello.kv_spec))
+        if mismatch is not None:
+            raise WorkerLost(f"{self.record.worker_id} differs from its registration: {mismatch}")
+        self.up.set()
+        logger.info("session with %s open", self.record.worker_id)
+
+    def _end(self, reason: str) -> None:
+        if self.is_up:
+            logger.warning("session with %s ended: %s", self.record.worker_id, reason)
+        self.up.clear()
+        self._outbox.close()
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(LinkLost(self.record, reason))

@@ -1,0 +1,122 @@
+"""One gateway as a process: HTTP and gRPC fronts over one core. `tandem gateway` runs it."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from cluster.block_index import BlockIndex
+from cluster.handoff_rows import HandoffRows
+from cluster.registry import Registry
+from cluster.store import Store
+from core.model_path import public_name, resolve_model
+from core.ready_file import write_ready_file
+from core.worker import Role
+from gateway import grpc_server
+from gateway.config import GatewayConfig
+from gateway.fleet import Fleet
+from gateway.http_server import HttpFront
+from gateway.metrics import GatewayMetrics
+from gateway.orchestrator import Orchestrator
+from gateway.serving import Serving
+from gateway.tokenizer import TextTokenizer
+from gateway.tokenizer_files import load_tokenizer_files
+
+logger = logging.getLogger(__name__)
+STOP_S = 20
+
+
+async def serve(config: GatewayConfig) -> int:
+    """Until SIGTERM or SIGINT; the exit status. Raises ModelLoadError and OSError for a wrong configuration."""
+    listener = listen(config.http)
+    tokenizer = TextTokenizer(await asyncio.to_thread(load_tokenizer_files, resolve_model(config.model)))
+    store = Store(config.redis_url, config.cluster)
+    index = BlockIndex(store)
+    model_id = config.model_id or public_name(config.model)
+    fleet = Fleet(Registry(store), model_id, index)
+    metrics = GatewayMetrics(lambda: [worker for role in Role for worker in fleet.candidates(role)])
+    rows = HandoffRows(store)
+    orchestrator = Orchestrator(fleet, index, rows, metrics)
+    serving = Serving(model_id, tokenizer, fleet, orchestrator, metrics, config.request_timeout_s)
+    background = [asyncio.create_task(fleet.run()), asyncio.create_task(rows.run())]
+    try:
+        await _run_fronts(config, serving, listener)
+    finally:
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        await store.close()
+    return 0
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to the gateway."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _run_fronts(config: GatewayConfig, serving: Serving, listener: socket.socket) -> None:
+    """Serve on both ports, tell when ready, stop on a signal: unready first, streams may finish, then close."""
+    front = HttpFront(serving, config.max_body_bytes)
+    http = _HttpServer(
+        uvicorn.Config(front.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=STOP_S)
+    )
+    rpc, healthy = grpc_server.create_server(serving)
+    grpc_port = rpc.add_insecure_port(config.grpc)
+    await rpc.start()
+    serving_http = asyncio.create_task(http.serve(sockets=[listener]))
+    announced = asyncio.create_task(_announce(config, serving, healthy, listener, grpc_port))
+    await _wait_for_signal()
+    await grpc_server.set_serving(healthy, False)
+    announced.cancel()
+    http.should_exit = True
+    await asyncio.gather(rpc.stop(STOP_S), serving_http)
+
+
+async def _announce(
+    config: GatewayConfig,
+    serving: Serving,
+    healthy: grpc_server.HealthServicer,
+    listener: socket.socket,
+    grpc_port: int,
+) -> None:
+    """Once both tiers are connected: say so, and write the ready file."""
+    await grpc_server.set_serving(healthy, False)
+    await serving.fleet.wait_ready()
+    await grpc_server.set_serving(healthy, True)
+    host, http_port = listener.getsockname()[:2]
+    addresses = {
+        "http": f"http://{host}:{http_port}",
+        "grpc": f"{config.grpc.rpartition(':')[0]}:{grpc_port}",
+    }
+    logger.info("ready: %s and gRPC on %s", addresses["http"], addresses["grpc"])
+    if config.ready_file is not None:
+        write_ready_file(
+            Path(config.ready_file), {**addresses, "redis_url": config.redis_url, "pids": [os.getpid()]}
+        )
+
+
+def listen(address: str) -> socket.socket:
+    """A bound TCP socket for host:port. Raises OSError naming the address."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), int(port)), family=family)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from error
+
+
+async def _wait_for_signal() -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()

@@ -1,0 +1,139 @@
+"""The gateway's core: routes a request, drives its attempts within one retry budget, yields its tokens.
+
+Knows nothing of HTTP, text or tokenising. What was accepted is never taken back: an attempt after the first continues
+from the committed tokens.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+from cluster.block_index import BlockIndex
+from cluster.handoff_rows import HandoffRows
+from core.errors import Busy, TandemError, Unavailable, WorkerLost
+from core.ids import RequestId
+from core.worker import Role, WorkerRecord
+from gateway.attempt import Attempt
+from gateway.fleet import Fleet
+from gateway.generation import GenerationRequest, OutputToken
+from gateway.live import HandoffReport, Live
+from gateway.metrics import GatewayMetrics
+from gateway.router import choose_prefill, rank_decode
+from gateway.timing import Mark, StageClock, Timing
+
+logger = logging.getLogger(__name__)
+MAX_ATTEMPTS = 3
+RETRY_PAUSE_S = 0.2
+MAX_LIVE_REQUESTS = 1024
+
+
+class Orchestrator:
+    """Owns the live requests."""
+
+    def __init__(self, fleet: Fleet, index: BlockIndex, rows: HandoffRows, metrics: GatewayMetrics) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._rows = rows
+        self._metrics = metrics
+        self.live: dict[RequestId, Live] = {}
+
+    def begin(self, request: GenerationRequest) -> "Generation":
+        """Admit a request or refuse it before any work. Raises Unavailable or Busy."""
+        for role in Role:
+            if not self._fleet.candidates(role):
+                raise Unavailable(f"no {role} worker is connected")
+        if len(self.live) >= MAX_LIVE_REQUESTS:
+            raise Busy(f"{MAX_LIVE_REQUESTS} requests are running")
+        return Generation(self, request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request by its own id or its client's. False when no such request runs here."""
+        found = [
+            live
+            for live in self.live.values()
+            if request_id and request_id in (live.request.request_id, live.request.client_request_id)
+        ]
+        for live in found:
+            live.cancelled.set()
+        return bool(found)
+
+    async def attempts(self, live: Live) -> AsyncGenerator[OutputToken, None]:
+        """The request's tokens across its attempts. Raises the error of the last one."""
+        committed: list[int] = []
+        while True:
+            live.report.num_attempts += 1
+            try:
+                prefill, decode = await self._route(live.request, len(committed))
+                attempt = Attempt(live, committed, self._fleet, prefill, decode)
+                self._rows.update(attempt.id, live.report.state, prefill.worker_id, decode[0].worker_id)
+                try:
+                    async for token in attempt.tokens():
+                        committed.append(token.token_id)
+                        yield token
+                finally:
+                    self._rows.remove(attempt.id)
+                return
+            except TandemError as error:
+                if not error.retryable or live.report.num_attempts >= MAX_ATTEMPTS:
+                    raise
+                self._note_retry(live, error)
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _route(
+        self, request: GenerationRequest, num_committed: int
+    ) -> tuple[WorkerRecord, list[WorkerRecord]]:
+        """One prefill worker and the decode workers in order of preference, from what is known now."""
+        overlap = await self._index.longest_prefix(request.chain)
+        num_tokens = len(request.prompt_ids) + num_committed
+        prefill = choose_prefill(self._fleet.candidates(Role.PREFILL), num_tokens, overlap)
+        decode = rank_decode(self._fleet.candidates(Role.DECODE), num_tokens + 1, overlap)
+        if prefill is None or not decode:
+            raise WorkerLost("no prefill worker is left" if prefill is None else "no decode worker is left")
+        return prefill, decode
+
+    def _note_retry(self, live: Live, error: TandemError) -> None:
+        logger.warning(
+            "request %s: attempt %d failed: %s", live.request.request_id, live.report.num_attempts, error
+        )
+        live.report.causes.append(error.code.value)
+        self._metrics.retries.labels(cause=error.code.value).inc()
+
+
+class Generation:
+    """One admitted request: iterate `tokens()` once, then read `timing` and `report`."""
+
+    def __init__(self, orchestrator: Orchestrator, request: GenerationRequest) -> None:
+        self.request = request
+        self.report = HandoffReport()
+        self._clock = StageClock()
+        self._orchestrator = orchestrator
+        self._live = Live(request, self._clock, self.report, asyncio.Event())
+
+    async def tokens(self) -> AsyncGenerator[OutputToken, None]:
+        """In order, once. Closing the iterator early aborts the request on both tiers."""
+        live = self._orchestrator.live
+        live[self.request.request_id] = self._live
+        source = self._orchestrator.attempts(self._live)
+        try:
+            async for token in source:
+                yield token
+        finally:
+            await source.aclose()
+            del live[self.request.request_id]
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        return self.timing.time_to_first_token_s if self._clock.has(Mark.FIRST_TOKEN) else None
+
+    @property
+    def timing(self) -> Timing:
+        """Complete once tokens() has ended."""
+        report = self.report
+        return Timing(
+            **self._clock.durations(),
+            prefill_worker_id=report.prefill_worker_id,
+            decode_worker_id=report.decode_worker_id,
+            connector=report.connector,
+            kv_bytes=report.num_kv_bytes,
+            num_attempts=report.num_attempts,
+        )

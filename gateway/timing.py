@@ -1,0 +1,83 @@
+"""Where one request's time goes, by the gateway's clock. Stages never overlap, so they add up to the total.
+
+    arrival ─queue─ started ─prefill─ first token ─grant wait─ granted ─transfer─ verified ─decode queue─┐
+                                                                  end ─decode─ second token ─first step──┘
+
+A mark that comes earlier than the one before it (a grant before the first token) makes its stage empty.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from core.clock import Clock, monotonic
+
+
+class Mark(IntEnum):
+    """Moments in order."""
+
+    ARRIVED = 0
+    STARTED = 1
+    FIRST_TOKEN = 2
+    GRANTED = 3
+    VERIFIED = 4
+    STEP_BEGAN = 5
+    SECOND_TOKEN = 6
+    ENDED = 7
+
+
+STAGES = ("queue_s", "prefill_s", "grant_wait_s", "transfer_s", "decode_queue_s", "first_step_s", "decode_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Durations of a request's stages and what served it. `connector` and `decode_worker_id` are empty when the
+    first token ended the request."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    grant_wait_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_queue_s: float = 0.0
+    first_step_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+    time_to_first_token_s: float = 0.0
+    prefill_worker_id: str = ""
+    decode_worker_id: str = ""
+    connector: str = ""
+    kv_bytes: int = 0
+    num_attempts: int = 1
+
+
+class StageClock:
+    """The marks of one request. A mark counts once; later ones of the same kind (another attempt) are ignored."""
+
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
+        self._marks: dict[Mark, float] = {Mark.ARRIVED: clock()}
+
+    def mark(self, mark: Mark, ago_s: float = 0.0) -> None:
+        self._marks.setdefault(mark, self._clock() - ago_s)
+
+    def has(self, mark: Mark) -> bool:
+        return mark in self._marks
+
+    def since(self, mark: Mark) -> float:
+        return self._clock() - self._marks[mark]
+
+    def durations(self) -> dict[str, float]:
+        """Seconds by stage name, with total_s and time_to_first_token_s. Marks the end if that is not done."""
+        self.mark(Mark.ENDED)
+        end_s = self._marks[Mark.ENDED]
+        reached_s = start_s = self._marks[Mark.ARRIVED]
+        durations: dict[str, float] = {}
+        for stage, mark in zip(STAGES, list(Mark)[1:], strict=True):
+            at_s = min(max(self._marks.get(mark, reached_s), reached_s), end_s)
+            durations[stage] = at_s - reached_s
+            reached_s = at_s
+        last = next(stage for stage in reversed(STAGES) if durations[stage] or stage == STAGES[0])
+        durations[last] += end_s - reached_s
+        durations["total_s"] = end_s - start_s
+        seen_s = max(self._marks.get(Mark.FIRST_TOKEN, end_s), self._marks.get(Mark.GRANTED, start_s))
+        durations["time_to_first_token_s"] = min(seen_s, end_s) - start_s
+        return durations

@@ -1,0 +1,100 @@
+"""Text to token ids and back. Two readings of one vocabulary: the model's templates may spell control tokens, text
+from a client never does: there `<|im_end|>` is nine ordinary characters."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from core.errors import InvalidRequest
+from gateway.tokenizer_files import TokenizerFiles
+
+# Stand-ins for control tokens spelled in client text while a template is rendered: private-use characters.
+_MARK, _END = "\ue000", "\ue001"
+
+
+class TextTokenizer:
+    """Immutable after construction; methods may run in any thread."""
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        self.eos_token_ids = files.eos_token_ids
+        self.vocab_size = files.tokenizer.get_vocab_size()
+        self._files = files
+        self._trusted = files.tokenizer
+        self._plain = Tokenizer.from_str(files.tokenizer.to_str())
+        self._plain.encode_special_tokens = True
+        controls = [
+            token.content for token in files.tokenizer.get_added_tokens_decoder().values() if token.content
+        ]
+        self._controls = sorted(controls, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
+        self._template = _compile(files.chat_template) if files.chat_template else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode_text(self, text: str) -> list[int]:
+        """A completion prompt: control tokens in it are text; the model's own add-BOS rule applies."""
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        bos = self._trusted.token_to_id(self._files.bos_token) if self._files.add_bos else None
+        return ids if bos is None else [bos, *ids]
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Messages through the model's template, with the opening of the assistant's turn. Raises InvalidRequest when
+        the template refuses them."""
+        if self._template is None:
+            raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
+        safe = [{key: self._disarm(value) for key, value in message.items()} for message in messages]
+        try:
+            rendered = self._template.render(
+                messages=safe,
+                add_generation_prompt=True,
+                bos_token=self._files.bos_token,
+                eos_token=self._files.eos_token,
+                tools=None,
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequest("messages", f"the model's chat template refused them: {error}") from error
+        return self._encode_rendered(rendered)
+
+    def decode_stream(self) -> DecodeStream:
+        """For one output: `step(tokenizer, id)`; see TextStream."""
+        return DecodeStream(skip_special_tokens=True)
+
+    def step(self, stream: DecodeStream, token_id: int) -> str:
+        """The text that a further token completes; empty while a character is incomplete."""
+        return stream.step(self._trusted, token_id) or ""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._trusted.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def _disarm(self, text: str) -> str:
+        """Replace spelled control tokens by marks that the template passes through unchanged."""
+        text = text.replace(_MARK, "").replace(_END, "")
+        return self._control.sub(lambda match: f"{_MARK}{self._controls.index(match[0])}{_END}", text)
+
+    def _encode_rendered(self, rendered: str) -> list[int]:
+        """The template's text with control tokens, what stood behind a mark without."""
+        ids: list[int] = []
+        for index, part in enumerate(re.split(f"{_MARK}(\\d+){_END}", rendered)):
+            if index % 2:
+                ids += self._plain.encode(self._controls[int(part)], add_special_tokens=False).ids
+            elif part:
+                ids += self._trusted.encode(part, add_special_tokens=False).ids
+        return ids
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _raise
+    return environment.from_string(source)
+
+
+def _raise(message: str) -> Any:
+    raise jinja2.TemplateError(message)

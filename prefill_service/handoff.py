@@ -1,0 +1,103 @@
+"""The prefill side of one handoff: what its engine has computed, and sending it. Knows nothing of gRPC or sessions.
+
+computed blocks  [ ready, sent | ready | not yet computed ]      of those the grant asks for
+                   position ────►
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from core.grant import Grant, Seal
+from core.ids import BlockId, HandoffId
+from engine.messages import First
+from kv_transfer.base import Identity, KVTransfer, Run
+from kv_transfer.connectors import SenderSet, scheme_of
+
+
+class Delivered(NamedTuple):
+    """What crossed for one handoff."""
+
+    num_bytes: int
+    connector: str
+
+
+class PrefillHandoff:
+    """Fed by the engine's events; `deliver()` is the life of its transfer. One task runs it."""
+
+    def __init__(self, handoff_id: HandoffId, num_tokens: int, block_size: int) -> None:
+        self.id = handoff_id
+        self.num_tokens = num_tokens
+        self._block_size = block_size
+        self._block_ids: list[BlockId] = []
+        self._num_computed = 0
+        self._first: First | None = None
+        self._changed = asyncio.Event()
+        self._transfer: KVTransfer | None = None
+
+    def started(self, block_ids: list[BlockId], num_cached_tokens: int) -> None:
+        self._block_ids = block_ids
+        self.computed(num_cached_tokens)
+
+    def computed(self, num_tokens: int) -> None:
+        self._num_computed = num_tokens
+        self._changed.set()
+
+    def sampled(self, first: First) -> None:
+        self._first = first
+        self._changed.set()
+
+    async def deliver(self, grant: Grant, senders: SenderSet, identity: Identity) -> Delivered:
+        """Send the granted blocks as they are computed, then the seal. Raises TransferFailed."""
+        address = senders.choose(grant.addresses)
+        opened = self._transfer = await senders.open(grant, address)
+        position = 0
+        while position < len(grant.block_ids):
+            num_ready = await self._wait_ready(grant, position)
+            await opened.send(list(self._runs(grant, position, num_ready)))
+            position = num_ready
+        await opened.seal(await self._make_seal(grant, identity))
+        return Delivered(opened.num_bytes_sent, scheme_of(address))
+
+    async def cancel(self) -> bool:
+        """Stop sending. True once nothing of it touches any pool."""
+        return self._transfer is None or await self._transfer.cancel()
+
+    async def _wait_ready(self, grant: Grant, position: int) -> int:
+        """How many of the grant's blocks can be sent, once that is more than `position`."""
+        while (num_ready := self._num_ready(grant)) <= position:
+            await self._wait_change()
+        return num_ready
+
+    def _num_ready(self, grant: Grant) -> int:
+        if self._num_computed >= self.num_tokens:
+            return len(grant.block_ids)
+        return max(0, (self._num_computed - grant.num_cached_tokens) // self._block_size)
+
+    def _runs(self, grant: Grant, position: int, end: int) -> Iterator[Run]:
+        """Adjacent source blocks coalesced."""
+        skip = grant.num_cached_tokens // self._block_size
+        start = position
+        for index in range(position + 1, end + 1):
+            source = self._block_ids[skip + start]
+            if index == end or self._block_ids[skip + index] != source + index - start:
+                yield Run(source, start, index - start)
+                start = index
+
+    async def _make_seal(self, grant: Grant, identity: Identity) -> Seal:
+        while self._first is None:
+            await self._wait_change()
+        first = self._first
+        return Seal(
+            handoff_id=self.id,
+            prefill_worker_id=identity.worker_id,
+            prefill_epoch=identity.epoch,
+            decode_epoch=grant.epoch,
+            num_tokens=self.num_tokens,
+            chain_hash=first.chain_hash,
+            first_tokens=tuple(first.first_tokens),
+        )
+
+    async def _wait_change(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()

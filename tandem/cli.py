@@ -1,0 +1,230 @@
+"""The command line. Each command is a line or two over the package that does the work, imported only when it runs, so
+that a gateway or a client never loads torch."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import click
+
+from core.errors import ModelLoadError, TandemError
+from core.ids import WorkerId, new_worker_id
+from core.kv_spec import DType
+from core.model_path import public_name
+
+CONFIGURATION_MISTAKE = 2
+DTYPES = [dtype.value for dtype in DType]
+
+
+def run(work: Coroutine[Any, Any, int]) -> None:
+    """Run a service to its end and exit with its status; a configuration mistake is one line and status 2."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        status = asyncio.run(work)
+    except (ModelLoadError, ValueError, OSError) as error:
+        click.echo(f"tandem: {error}", err=True)
+        status = CONFIGURATION_MISTAKE
+    sys.exit(status)
+
+
+@click.group()
+def main() -> None:
+    """Serve large language models with prefill and decode on separate workers."""
+
+
+def _model_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option(
+            "--model", default="smollm2", show_default=True, help="Directory, GGUF file or smollm2."
+        ),
+        click.option("--model-id", default=None, help="What clients write in `model` [from --model]."),
+        click.option(
+            "--redis-url", default="redis://127.0.0.1:6379/0", show_default=True, envvar="TANDEM_REDIS_URL"
+        ),
+        click.option("--cluster", default="default", show_default=True, envvar="TANDEM_CLUSTER"),
+    ):
+        command = option(command)
+    return command
+
+
+def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True),
+        click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block."),
+        click.option("--num-blocks", default=None, type=int, help="Blocks of the KV pool [1 GiB worth]."),
+        click.option("--max-batch", default=64, show_default=True, help="Sequences of one step."),
+        click.option("--token-budget", default=512, show_default=True, help="Tokens of one step."),
+    ):
+        command = option(command)
+    return command
+
+
+def _worker_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option(
+            "--id", "worker_id", default=None, help="Stable worker id [random].", envvar="TANDEM_WORKER_ID"
+        ),
+        click.option(
+            "--listen", default="127.0.0.1:0", show_default=True, help="HOST:PORT of the session server."
+        ),
+        click.option("--advertise", default=None, help="Host name that others use [the bound host]."),
+        click.option("--connector", default="auto", show_default=True, help="auto, shm, tcp or ucx."),
+        click.option(
+            "--transfer-port", default=0, show_default=True, help="Port of tcp or ucx; 0: a free one."
+        ),
+        click.option("--threads", default=1, show_default=True, help="Compute threads."),
+        click.option(
+            "--drain", default=20.0, show_default=True, help="Seconds to finish what runs on SIGTERM."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _configs(role: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The two halves of a worker's configuration from its options. Raises ValueError."""
+    from cluster.worker_server import WorkerConfig
+    from engine.config import EngineConfig
+
+    worker = WorkerConfig(
+        worker_id=WorkerId(options["worker_id"] or new_worker_id(role)),
+        model=options["model_id"] or public_name(options["model"]),
+        listen=options["listen"],
+        advertised_host=options["advertise"],
+        redis_url=options["redis_url"],
+        cluster=options["cluster"],
+        connector=options["connector"],
+        transfer_port=options["transfer_port"],
+        drain_s=options["drain"],
+    )
+    engine = EngineConfig(
+        model=options["model"],
+        dtype=DType(options["dtype"]),
+        block_size=options["block_size"],
+        num_blocks=options["num_blocks"],
+        max_batch=options["max_batch"],
+        token_budget=options["token_budget"],
+        num_threads=options["threads"],
+    )
+    return worker, engine
+
+
+@main.command()
+@_model_options
+@_engine_options
+@_worker_options
+def prefill(**options: Any) -> None:
+    """Run one prefill worker in the foreground."""
+    from prefill_service.main import serve
+
+    _run_worker(serve, "prefill", options)
+
+
+@main.command()
+@_model_options
+@_engine_options
+@_worker_options
+def decode(**options: Any) -> None:
+    """Run one decode worker in the foreground."""
+    from decode_service.main import serve
+
+    _run_worker(serve, "decode", options)
+
+
+def _run_worker(serve: Callable[..., Coroutine[Any, Any, int]], role: str, options: dict[str, Any]) -> None:
+    async def work() -> int:
+        return await serve(*_configs(role, options))
+
+    run(work())
+
+
+@main.command()
+@_model_options
+@click.option(
+    "--http", default="127.0.0.1:8000", show_default=True, help="HOST:PORT of the OpenAI endpoints."
+)
+@click.option("--grpc", default="127.0.0.1:50051", show_default=True, help="HOST:PORT of the gRPC API.")
+@click.option("--ready-file", default=None, help="JSON written once requests can be served.")
+def gateway(**options: Any) -> None:
+    """Run one gateway in the foreground."""
+    from gateway.config import GatewayConfig
+    from gateway.main import serve
+
+    run(serve(GatewayConfig(**options)))
+
+
+@main.command()
+@click.argument("model", default="smollm2")
+@click.option("--model-id", default=None, help="What clients write in `model` [from MODEL].")
+@click.option("--prefill", "num_prefill", default=1, show_default=True, help="Prefill workers.")
+@click.option("--decode", "num_decode", default=1, show_default=True, help="Decode workers.")
+@click.option("--connector", default="auto", show_default=True, help="auto, shm, tcp or ucx.")
+@click.option(
+    "--http", default="127.0.0.1:8000", show_default=True, help="HOST:PORT of the OpenAI endpoints."
+)
+@click.option("--grpc", default="127.0.0.1:50051", show_default=True, help="HOST:PORT of the gRPC API.")
+@click.option("--redis-url", default="", help="A Redis or Valkey to use [an embedded Valkey].")
+@click.option("--ready-file", default=None, help="JSON written once requests can be served.")
+@_engine_options
+def serve(ready_file: str | None, **options: Any) -> None:
+    """Start a whole tandem on this host: MODEL is a directory, a GGUF file or smollm2."""
+    from core.model_path import resolve_model
+    from tandem import supervisor
+    from tandem.layout import ServePlan
+
+    async def work() -> int:
+        resolve_model(options["model"])
+        return await supervisor.run(ServePlan(**options), ready_file)
+
+    run(work())
+
+
+@main.command()
+@click.argument("prompt")
+@click.option("--grpc", default="127.0.0.1:50051", show_default=True)
+@click.option("--max-tokens", default=64, show_default=True)
+@click.option("--temperature", default=0.0, show_default=True)
+@click.option("--seed", default=None, type=int)
+def complete(prompt: str, grpc: str, max_tokens: int, temperature: float, seed: int | None) -> None:
+    """Complete PROMPT and show where the time went."""
+    from tandem import terminal
+
+    _client(terminal.complete(grpc, prompt, max_tokens, temperature, seed))
+
+
+@main.command()
+@click.option("--grpc", default="127.0.0.1:50051", show_default=True)
+@click.option("--max-tokens", default=512, show_default=True)
+@click.option("--temperature", default=0.7, show_default=True)
+def chat(grpc: str, max_tokens: int, temperature: float) -> None:
+    """Chat with the model; an empty line or Ctrl-D ends it."""
+    from tandem import terminal
+
+    _client(terminal.chat(grpc, max_tokens, temperature))
+
+
+@main.command()
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True)
+@click.option("--once", is_flag=True, help="Print one table and exit.")
+def top(url: str, once: bool) -> None:
+    """Workers, blocks and live requests."""
+    from tandem import terminal
+
+    _client(terminal.top(url, once))
+
+
+def _client(work: Coroutine[Any, Any, None]) -> None:
+    """Run a client; an error is one line and status 1."""
+    try:
+        asyncio.run(work)
+    except TandemError as error:
+        click.echo(f"tandem: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
