@@ -20,20 +20,23 @@ TORCH_DTYPES = {
 class KVPool:
     """Owns the tensor; over a region, the region's owner closes it after `release`."""
 
-    def __init__(self, spec: KVSpec, data: Tensor) -> None:
+    def __init__(self, spec: KVSpec, data: Tensor, export: memoryview | None = None) -> None:
         shape = (spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
         assert data.shape[1:] == shape and data.is_contiguous(), (data.shape, shape)
         self.spec = spec
         self.data = data
+        self._export = (
+            export  # torch.frombuffer keeps none: without it the memory could vanish below the tensor
+        )
         self._k_caches = [data[:, layer, 0] for layer in range(spec.num_layers)]
         self._v_caches = [data[:, layer, 1] for layer in range(spec.num_layers)]
 
     @classmethod
     def over(cls, region: KVRegion, spec: KVSpec) -> "KVPool":
-        """A view of the region's bytes, no copy. The region cannot be closed before `release`."""
+        """A view of the region's bytes, no copy. Closing the region raises BufferError until `release`."""
         assert region.block_bytes == spec.block_bytes, (region.block_bytes, spec.block_bytes)
         flat = torch.frombuffer(region.memory, dtype=TORCH_DTYPES[spec.dtype])
-        return cls(spec, flat.view(region.num_blocks, *_block_shape(spec)))
+        return cls(spec, flat.view(region.num_blocks, *_block_shape(spec)), memoryview(region.memory))
 
     @classmethod
     def allocate(cls, spec: KVSpec, num_blocks: int, device: torch.device | str = "cpu") -> "KVPool":
@@ -60,6 +63,8 @@ class KVPool:
         self._k_caches.clear()
         self._v_caches.clear()
         self.data = torch.empty(0)
+        if self._export is not None:
+            self._export.release()
 
 
 def _block_shape(spec: KVSpec) -> tuple[int, ...]:
