@@ -96,7 +96,8 @@ class HttpFront:
             {"request_id": request_id, **asdict(entry.report)}
             for request_id, entry in self._serving.orchestrator.live.items()
         ]
-        return JSONResponse({"model": self._serving.model_id, "workers": workers, "requests": live})
+        names = {"model": self._serving.model_id, "grpc": self._serving.grpc_address}
+        return JSONResponse({**names, "workers": workers, "requests": live})
 
     async def _read(self, request: Request) -> bytes:
         """The body, bounded. Raises HTTPException 413."""

@@ -71,9 +71,10 @@ async def _run_fronts(config: GatewayConfig, serving: Serving, listener: socket.
     )
     rpc, healthy = grpc_server.create_server(serving)
     grpc_port = rpc.add_insecure_port(config.grpc)
+    serving.grpc_address = f"{config.grpc.rpartition(':')[0]}:{grpc_port}"
     await rpc.start()
     serving_http = asyncio.create_task(http.serve(sockets=[listener]))
-    announced = asyncio.create_task(_announce(config, serving, healthy, listener, grpc_port))
+    announced = asyncio.create_task(_announce(config, serving, healthy, listener))
     await _wait_for_signal()
     await grpc_server.set_serving(healthy, False)
     announced.cancel()
@@ -82,21 +83,14 @@ async def _run_fronts(config: GatewayConfig, serving: Serving, listener: socket.
 
 
 async def _announce(
-    config: GatewayConfig,
-    serving: Serving,
-    healthy: grpc_server.HealthServicer,
-    listener: socket.socket,
-    grpc_port: int,
+    config: GatewayConfig, serving: Serving, healthy: grpc_server.HealthServicer, listener: socket.socket
 ) -> None:
     """Once both tiers are connected: say so, and write the ready file."""
     await grpc_server.set_serving(healthy, False)
     await serving.fleet.wait_ready()
     await grpc_server.set_serving(healthy, True)
     host, http_port = listener.getsockname()[:2]
-    addresses = {
-        "http": f"http://{host}:{http_port}",
-        "grpc": f"{config.grpc.rpartition(':')[0]}:{grpc_port}",
-    }
+    addresses = {"http": f"http://{host}:{http_port}", "grpc": serving.grpc_address}
     logger.info("ready: %s and gRPC on %s", addresses["http"], addresses["grpc"])
     if config.ready_file is not None:
         write_ready_file(

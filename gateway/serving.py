@@ -88,6 +88,7 @@ class Serving:
         self.fleet = fleet
         self.orchestrator = orchestrator
         self.metrics = metrics
+        self.grpc_address = ""
         self._timeout_s = timeout_s
 
     def check_model(self, model: str) -> None:

@@ -149,9 +149,8 @@ async def _announce(
 
 def welcome(model: str, http: str, grpc: str) -> str:
     """How to talk to a running system, for the terminal."""
-    body = (
-        '{"model": "%s", "messages": [{"role": "user", "content": "What is the capital of France?"}]}' % model
-    )
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": model, "messages": [question]})
     return f"""
 Tandem is ready.
 
