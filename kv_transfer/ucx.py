@@ -14,13 +14,13 @@ import importlib.util
 import logging
 import os
 import struct
+import threading
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
 from core.errors import TransferFailed
-from core.kv_region import KVRegion
-from kv_transfer.base import Identity, Tap, TransferOptions
+from kv_transfer.base import TransferOptions
 from kv_transfer.channel import Channel, Sink
 from kv_transfer.messages import MAX_MESSAGE_BYTES, Message, decode, encode
 from kv_transfer.receiving import GrantTable
@@ -42,47 +42,47 @@ def find_library() -> str | None:
 
 
 class UcxContext:
-    """The library keeps one context in a process, bound to the event loop that makes it. Counted here: the first
-    user makes it and the last one ends it, with its threads."""
+    """The library keeps one context in a process, bound to the event loop that first uses it. It lives as long as
+    that loop, not as long as its users: the library leaks descriptors and a thread at each start."""
 
     def __init__(self) -> None:
-        self._library: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._num_users = 0
+        self._watch: asyncio.Task[None] | None = None
 
-    def acquire(self) -> Any:
-        """The library, ready. Raises RuntimeError when another event loop of this process is using it."""
+    async def library(self) -> Any:
+        """Ready for use. Raises RuntimeError when another event loop of this process is using it."""
+        name = find_library()
+        assert name is not None, "ucx is not available"
+        os.environ.setdefault(
+            "UCX_WARN_UNUSED_ENV_VARS", "n"
+        )  # it warns of variables that the binding itself sets
+        library = await asyncio.to_thread(importlib.import_module, name)
         loop = asyncio.get_running_loop()
-        if self._num_users and self._loop is not loop:
+        if self._loop not in (None, loop):
             raise RuntimeError("UCX is in use on another event loop of this process")
-        if not self._num_users:
-            self._library = _initialise()
+        if self._loop is None:
+            _initialise(library)
             self._loop = loop
-        self._num_users += 1
-        return self._library
+            self._watch = loop.create_task(self._shut_down_at_the_end(library, loop))
+        return library
 
-    def release(self) -> None:
-        self._num_users -= 1
-        if not self._num_users:
-            library, self._library, self._loop = self._library, None, None
+    async def _shut_down_at_the_end(self, library: Any, loop: asyncio.AbstractEventLoop) -> None:
+        """An event loop that ends cancels its tasks. The library's own thread would keep the process otherwise."""
+        try:
+            await loop.create_future()
+        finally:
+            self._loop = self._watch = None
             _shut_down(library)
 
 
 _context = UcxContext()
 
 
-def _initialise() -> Any:
-    name = find_library()
-    assert name is not None, "ucx is not available"
-    os.environ.setdefault(
-        "UCX_WARN_UNUSED_ENV_VARS", "n"
-    )  # it warns of variables that the binding itself sets
-    library = importlib.import_module(name)
-    if name == "ucxx":  # completions wake the event loop; the default would spin on it
+def _initialise(library: Any) -> None:
+    if library.__name__ == "ucxx":  # completions wake the event loop; the default would spin on it
         library.init(_OPTIONS, env_takes_precedence=True, progress_mode="thread", enable_python_future=True)
     else:
         library.init(_OPTIONS, env_takes_precedence=True, blocking_progress_mode=True)
-    return library
 
 
 def _shut_down(library: Any) -> None:
@@ -101,9 +101,11 @@ class UcxChannel(Channel):
         super().__init__()
         self._error: type[Exception] = library.exceptions.UCXError
         self._endpoint = endpoint
-        self._is_peer_gone = False
+        self._is_peer_gone = threading.Event()
         self._operations: set[asyncio.Task[None]] = set()
-        endpoint.set_close_callback(self._note_peer_gone)
+        endpoint.set_close_callback(
+            self._is_peer_gone.set
+        )  # no method of ours: the library would keep us alive
 
     async def receive(self) -> Message:
         prefix = bytearray(_PREFIX.size)
@@ -131,7 +133,7 @@ class UcxChannel(Channel):
         await self._complete(self._endpoint.send(encoded))
         if payload is not None:
             await self._complete(self._endpoint.send(payload[:]))
-        if self._is_peer_gone:  # the library calls a send that the peer's death cancelled a success
+        if self._is_peer_gone.is_set():  # the library calls a send that the peer's death cancelled a success
             raise TransferFailed("the peer is gone")
 
     async def _complete(self, operation: Coroutine[Any, Any, Any]) -> None:
@@ -154,6 +156,7 @@ class UcxChannel(Channel):
             await operation
         except self._error as error:
             failure = str(error)
+            error.__traceback__ = error.__context__ = None
         if failure is not None:
             raise TransferFailed(f"connection lost: {failure}")
 
@@ -161,9 +164,6 @@ class UcxChannel(Channel):
         self._operations.discard(task)
         if not task.cancelled():
             task.exception()
-
-    def _note_peer_gone(self) -> None:
-        self._is_peer_gone = True
 
     def _interrupt(self) -> None:
         """Nothing wakes before its operation has ended, which closing the endpoint brings about."""
@@ -187,43 +187,28 @@ class UcxReceiver(SessionReceiver):
         return self._address
 
     async def start(self) -> None:
-        library = _context.acquire()
+        library = await _context.library()
         try:
             self._listener = library.create_listener(partial(self._accept, library), self._options.ucx_port)
         except library.exceptions.UCXError as error:
-            _context.release()
             raise OSError(f"cannot listen on UCX port {self._options.ucx_port}: {error}") from error
         host = self._options.advertised_host or self._options.bind_host
         self._address = join_address(SCHEME, host, self._listener.port)
 
     async def close(self) -> None:
-        if self._listener is None:
-            return
-        self._listener.close()
-        self._listener = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         await self._end_sessions()
-        _context.release()
 
     def _accept(self, library: Any, endpoint: Any) -> None:
         self._serve(UcxChannel(library, endpoint))
 
 
 class UcxSender(LinkSender):
-    def __init__(self, region: KVRegion, identity: Identity, options: TransferOptions, tap: Tap) -> None:
-        super().__init__(region, identity, options, tap)
-        self._library: Any = None
-
-    async def close(self) -> None:
-        await super().close()
-        if self._library is not None:
-            self._library = None
-            _context.release()
-
     async def _connect(self, address: str) -> Channel:
         host, port = split_address(address)
-        if self._library is None:
-            self._library = _context.acquire()
-        library = self._library
+        library = await _context.library()
         failure: str | None = None
         try:
             return UcxChannel(library, await library.create_endpoint(host, port))

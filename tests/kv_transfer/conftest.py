@@ -4,6 +4,7 @@ for loopback)."""
 import asyncio
 import importlib.util
 import itertools
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -71,6 +72,10 @@ class Prefill:
     async def seal(self, seal: Seal) -> Seal:
         return msgspec.convert(await self.call("seal", seal), Seal)
 
+    async def expect(self, handoff_id: HandoffId, block_ids: Sequence[int]) -> Grant:
+        """As a receiver: a grant of its own, expected."""
+        return msgspec.convert(await self.call("expect", handoff_id, block_ids), Grant)
+
     async def cancel(self, handoff_id: HandoffId) -> bool:
         return bool(await self.call("cancel", handoff_id))
 
@@ -128,6 +133,9 @@ class ProcessPrefill(Prefill):
         for answered in self._waiting.values():
             answered.set_exception(ConnectionResetError("the peer process has ended"))
 
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
     async def kill(self) -> None:
         self._process.kill()
         await self._process.wait()
@@ -181,7 +189,7 @@ def make_config(connector: str, **changes: Any) -> Any:
     return peer.Config(connector, **fields)
 
 
-async def start_prefill(connector: str, network: LoopbackNetwork, **changes: Any) -> Any:
+async def _start_prefill(connector: str, network: LoopbackNetwork, **changes: Any) -> Any:
     config = make_config(connector, **changes)
     return LocalPrefill(config, network) if connector == "loopback" else await ProcessPrefill(config).start()
 
@@ -196,10 +204,26 @@ def network() -> LoopbackNetwork:
     return LoopbackNetwork()
 
 
+@pytest.fixture(scope="session")
+def options() -> TransferOptions:
+    return OPTIONS
+
+
+@pytest.fixture(scope="session")
+def spec() -> KVSpec:
+    return SPEC
+
+
+@pytest.fixture(scope="session")
+def start_prefill() -> Any:
+    """Starts a prefill worker of the test's own; changes are to its peer.Config."""
+    return _start_prefill
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def prefill(connector: str, network: LoopbackNetwork) -> AsyncIterator[Any]:
     """One for all tests of a module; they share its connections."""
-    other = await start_prefill(connector, network)
+    other = await _start_prefill(connector, network)
     yield other
     await other.close()
 

@@ -191,6 +191,8 @@ class Peer:
 
 
 async def serve(config: Config) -> None:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints must not spoil an answer
     peer = Peer(config)
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
@@ -198,8 +200,8 @@ async def serve(config: Config) -> None:
     handling: set[asyncio.Task[None]] = set()
 
     async def answer(call: Call) -> None:
-        sys.stdout.buffer.write(msgspec.json.encode(await peer.handle(call)) + b"\n")
-        sys.stdout.buffer.flush()
+        answers.write(msgspec.json.encode(await peer.handle(call)) + b"\n")
+        answers.flush()
 
     async for line in reader:
         task = loop.create_task(answer(msgspec.json.decode(line, type=Call)))
