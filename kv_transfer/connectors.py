@@ -25,19 +25,23 @@ _AUTO_ORDER = ("loopback", "shm", "ucx", "tcp")
 class ReceiverSet:
     """Everything one worker receives on: one table of grants, several listeners. Lives on one event loop."""
 
-    def __init__(self, table: GrantTable, receivers: Sequence[KVReceiver]) -> None:
+    def __init__(self, table: GrantTable, receivers: dict[str, KVReceiver]) -> None:
         self._table = table
-        self._receivers = tuple(receivers)
+        self._receivers = receivers
+
+    @property
+    def connectors(self) -> tuple[str, ...]:
+        return tuple(self._receivers)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """What a grant carries; valid after start()."""
-        return tuple(receiver.address for receiver in self._receivers)
+        return tuple(receiver.address for receiver in self._receivers.values())
 
     async def start(self) -> None:
         """Raises OSError when an address cannot be bound; nothing listens then."""
         try:
-            for receiver in self._receivers:
+            for receiver in self._receivers.values():
                 await receiver.start()
         except OSError:
             await self.close()
@@ -68,7 +72,7 @@ class ReceiverSet:
     async def close(self) -> None:
         """Drop every connection and cancel what is expected. This process touches the region no more; a shm writer
         may until it notices, so the region must not be given to another owner."""
-        for receiver in self._receivers:
+        for receiver in self._receivers.values():
             await receiver.close()
         await self._table.close()
 
@@ -147,7 +151,7 @@ def create_receivers(
     wires = network or LoopbackNetwork()
     schemes = dict.fromkeys(scheme for name in names for scheme in _resolve(name, network))
     chosen = [s for s in schemes if s in names or s != ucx.SCHEME or not _is_loopback(options.bind_host)]
-    return ReceiverSet(table, [_RECEIVERS[scheme](table, options, wires) for scheme in chosen])
+    return ReceiverSet(table, {scheme: _RECEIVERS[scheme](table, options, wires) for scheme in chosen})
 
 
 def create_senders(

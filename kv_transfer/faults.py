@@ -93,6 +93,9 @@ class FaultySender(KVSender):
         self._corruption = corruption
         self._numbers = itertools.count()
 
+    def choose(self, addresses: Sequence[str]) -> str:
+        return self._inner.choose(addresses)
+
     async def open(self, grant: Grant, address: str | None = None) -> KVTransfer:
         faults = self._faults if next(self._numbers) % self._faults.every == 0 else _NONE
         await befall(faults, Stage.OPEN)
