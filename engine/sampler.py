@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from core.sampling import SamplingParams
+from kernels import ops
+from kernels.gumbel import gumbel_choice, row_keys
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy: any gap that float32 logits can show would decide anyway."""
 _FIRST_WIDTH = 256
 _WIDTH_STEP = 8
-_GOLDEN = -0x61C8864680B583EB
-_MIX_1, _MIX_2 = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-_POSITION_STEP = -0x2E4AB5CD2E6D12FD
 
 
 class SampledTokens(NamedTuple):
@@ -63,7 +62,7 @@ class SamplingBatch:
             temperatures=np.array(temperatures, np.float32),
             top_ks=np.array([p.top_k for p, _, _ in rows], np.int64),
             top_ps=np.array([p.top_p for p, _, _ in rows], np.float64),
-            keys=_row_keys(torch.from_numpy(seeds), torch.from_numpy(positions)).numpy(),
+            keys=row_keys(torch.from_numpy(seeds), torch.from_numpy(positions)).numpy(),
         )
 
     def __len__(self) -> int:
@@ -100,8 +99,7 @@ def _draw(logits: Tensor, peaks: Tensor, requests: SamplingBatch, rows: npt.NDAr
     is_limited = ((top_ks > 0) & (top_ks < logits.shape[1])) | (top_ps < 1.0)
     free, limited = (torch.from_numpy(np.flatnonzero(mask)).to(device) for mask in (~is_limited, is_limited))
     if free.numel():
-        ids = torch.arange(logits.shape[1], device=device)
-        tokens[free] = _gumbel_choice(scaled[free], ids.expand(len(free), -1), keys[free])
+        tokens[free] = ops.gumbel_argmax(scaled[free], keys[free])
     if limited.numel():
         ks, ps = (torch.from_numpy(values[is_limited]).to(device) for values in (top_ks, top_ps))
         tokens[limited] = _draw_limited(scaled[limited], ks, ps, keys[limited])
@@ -120,7 +118,7 @@ def _draw_limited(scaled: Tensor, top_ks: Tensor, top_ps: Tensor, keys: Tensor) 
         is_settled = (values[:, -1:] < threshold)[:, 0] | (width == vocab_size)
         allowed = values.masked_fill(values < threshold, -torch.inf)
         settled = pending[is_settled]
-        tokens[settled] = _gumbel_choice(allowed[is_settled], ids[is_settled], keys[settled])
+        tokens[settled] = gumbel_choice(allowed[is_settled], ids[is_settled], keys[settled])
         pending = pending[~is_settled]
         width = min(vocab_size, width * _WIDTH_STEP)
     return tokens
@@ -138,28 +136,3 @@ def _threshold(scaled: Tensor, values: Tensor, top_ks: Tensor, top_ps: Tensor) -
     nucleus = values.gather(1, num_kept.clamp(max=width - 1)[:, None])
     nucleus = torch.where((top_ps < 1.0)[:, None], nucleus, -torch.inf)
     return torch.maximum(kth, nucleus)
-
-
-def _gumbel_choice(scaled: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
-    """The id of the largest scaled + noise in each row; the lowest id of equals. scaled, ids [r, n]; keys [r]."""
-    scores = scaled + _gumbel_noise(ids, keys)
-    best = scores.amax(-1, keepdim=True)
-    return ids.masked_fill(scores < best, torch.iinfo(torch.int64).max).amin(-1)
-
-
-def _gumbel_noise(ids: Tensor, keys: Tensor) -> Tensor:
-    """-log(-log(u)) with u uniform in (0, 1), float32: 32 hashed bits as 1 - u, so that the upper tail is fine."""
-    bits = (_mix(keys[:, None] + ids * _GOLDEN) >> 32) & 0xFFFFFFFF
-    complement = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
-    return complement.neg_().log1p_().neg_().log_().neg_()
-
-
-def _row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    return _mix(_mix(seeds + _GOLDEN) + positions * _POSITION_STEP)
-
-
-def _mix(z: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014) on wrapping int64."""
-    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
-    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
-    return z ^ ((z >> 31) & 0x1FFFFFFFF)

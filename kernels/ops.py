@@ -22,6 +22,7 @@ class Bodies(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
     def rope_and_cache(self, qkv: Tensor, rope: Rope, slots: TokenSlots, caches: Caches) -> Tensor: ...
     def paged_attention(self, query: Tensor, caches: Caches, ragged: Ragged, scale: float) -> Tensor: ...
+    def gumbel_argmax(self, scaled: Tensor, keys: Tensor) -> Tensor: ...
 
 
 def bodies_for(x: Tensor) -> Bodies:
@@ -74,3 +75,11 @@ def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float)
     assert query.shape[1] % caches.num_kv_heads == 0, (query.shape, caches.num_kv_heads)
     assert caches.k.dtype is query.dtype, (caches.k.dtype, query.dtype)
     return bodies_for(query).paged_attention(query, caches, ragged, scale)
+
+
+def gumbel_argmax(scaled: Tensor, keys: Tensor) -> Tensor:
+    """scaled [R, V] float32 without NaN, keys [R] int64 -> the column [R] of the largest scaled + noise
+    (kernels.gumbel)."""
+    assert scaled.is_contiguous() and scaled.dtype is torch.float32, (scaled.stride(), scaled.dtype)
+    assert keys.shape == scaled.shape[:1] and keys.dtype is torch.int64 and keys.is_contiguous(), keys
+    return bodies_for(scaled).gumbel_argmax(scaled, keys)

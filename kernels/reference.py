@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.gumbel import gumbel_choice
 from kernels.layouts import Caches, Ragged, Rope, TokenSlots
 
 QUERY_TILE = 16
@@ -50,6 +51,12 @@ def rope_and_cache(qkv: Tensor, rope: Rope, slots: TokenSlots, caches: Caches) -
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+def gumbel_argmax(scaled: Tensor, keys: Tensor) -> Tensor:
+    """scaled [R, V] float32, keys [R] int64 -> the column [R] of the largest scaled + kernels.gumbel noise."""
+    ids = torch.arange(scaled.shape[1], device=scaled.device)
+    return gumbel_choice(scaled, ids.expand(scaled.shape[0], -1), keys)
 
 
 def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float) -> Tensor:

@@ -40,22 +40,6 @@ struct Scratch {
     int num_vectors;
 };
 
-void transpose16(v16 *rows) {
-    const i16 low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-    const i16 high{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    v16 other[LANES];
-    for (int round = 0; round < 2; round++) {
-        for (int i = 0; i < 8; i++) {
-            other[2 * i] = __builtin_shuffle(rows[i], rows[i + 8], low);
-            other[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + 8], high);
-        }
-        for (int i = 0; i < 8; i++) {
-            rows[2 * i] = __builtin_shuffle(other[i], other[i + 8], low);
-            rows[2 * i + 1] = __builtin_shuffle(other[i], other[i + 8], high);
-        }
-    }
-}
-
 // Fills keys and values from `start` on; lanes past `count` repeat the last key and are masked later.
 template <typename T>
 void load_tile(Scratch &s, const T *k, const T *v, const int32_t *table, int64_t start, int count, const Shape &shape) {

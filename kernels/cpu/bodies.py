@@ -26,8 +26,9 @@ def can_run(x: Tensor) -> bool:
 def pack_linear(weight: Tensor) -> Tensor:
     """[N, K] float32 -> [ceil(N/16), K, 16], zeros past N."""
     num_rows, width = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_rows % LANES))
-    return padded.view(-1, LANES, width).transpose(1, 2).contiguous()
+    packed = torch.empty(-(-num_rows // LANES), width, LANES)
+    function("pack", weight.dtype)(weight.contiguous().data_ptr(), packed.data_ptr(), num_rows, width)
+    return packed
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
@@ -108,3 +109,10 @@ def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float)
         byref(shape),
     )
     return output
+
+
+def gumbel_argmax(scaled: Tensor, keys: Tensor) -> Tensor:
+    tokens = torch.empty_like(keys)
+    pointers = (scaled.data_ptr(), keys.data_ptr(), tokens.data_ptr())
+    function("gumbel_argmax", scaled.dtype)(*pointers, *scaled.shape)
+    return tokens

@@ -53,6 +53,8 @@ class AttentionShape(Structure):
 
 _P, _N, _F = c_void_p, c_int64, c_float
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "pack": (_P, _P, _N, _N),
+    "gumbel_argmax": (_P, _P, _P, _N, _N),
     "linear": (_P, _P, _P, _P, _N, _N, _N),
     "add_rms_norm": (_P, _P, _P, _P, _N, _N, _F),
     "silu_mul": (_P, _P, _N, _N),

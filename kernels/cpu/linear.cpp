@@ -101,6 +101,22 @@ void multiply(const Product &p, int64_t M) {
 
 }  // namespace
 
+// weight [N, K] -> packed [ceil(N/16)][K][16], zeros past N.
+extern "C" void pack_f32(const float *weight, float *packed, int64_t N, int64_t K) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < N; row += LANES) {
+        float *panel = packed + row * K;
+        const int64_t rows = std::min<int64_t>(LANES, N - row);
+        for (int64_t k = 0; k < K; k += LANES) {
+            const int64_t width = std::min<int64_t>(LANES, K - k);
+            v16 lanes[LANES] = {};
+            for (int64_t i = 0; i < rows; i++) memcpy(lanes + i, weight + (row + i) * K + k, width * sizeof(float));
+            transpose16(lanes);
+            for (int64_t i = 0; i < width; i++) store(panel + (k + i) * LANES, lanes[i]);
+        }
+    }
+}
+
 extern "C" void linear_f32(const float *x, const float *packed, const float *bias, float *y, int64_t M, int64_t K,
                            int64_t N) {
     const Product product{x, packed, bias, y, K, N};

@@ -97,3 +97,20 @@ static inline v16 exp_lanes(v16 x) {
     v16 result = reinterpret_cast<v16>(reinterpret_cast<i16>(p) + exponent);
     return select(is_zero, splat(0.0f), result);
 }
+
+// rows[i][j] becomes rows[j][i]: four rounds of interleaving row i with row i + 8.
+static inline void transpose16(v16 *rows) {
+    const i16 low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+    const i16 high{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    v16 other[LANES];
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < 8; i++) {
+            other[2 * i] = __builtin_shuffle(rows[i], rows[i + 8], low);
+            other[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + 8], high);
+        }
+        for (int i = 0; i < 8; i++) {
+            rows[2 * i] = __builtin_shuffle(other[i], other[i + 8], low);
+            rows[2 * i + 1] = __builtin_shuffle(other[i], other[i + 8], high);
+        }
+    }
+}

@@ -49,9 +49,17 @@ def test_a_failed_compilation_leaves_nothing(cache, tmp_path):
     assert list(cache.iterdir()) == []
 
 
-def test_set_up_says_that_there_is_no_compiler(monkeypatch):
+def test_set_up_without_a_compiler_goes_on(cache, monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(SystemExit, match="no C\\+\\+ compiler"):
+    building.main()
+    assert "no C++ compiler" in caplog.text
+    assert not cache.exists()
+
+
+def test_set_up_with_a_broken_compiler_stops(cache, monkeypatch, tmp_path):
+    broken = fake_compiler(tmp_path / "cxx", '[ "$1" = --version ] && exit; echo no such flag >&2; exit 1')
+    monkeypatch.setenv("CXX", broken)
+    with pytest.raises(SystemExit, match="no such flag"):
         building.main()
 
 

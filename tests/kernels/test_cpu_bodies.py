@@ -146,3 +146,29 @@ def test_offsets_past_two_to_the_31_elements(rope_case):
     near_caches = Caches(caches.k[[last, 2]].clone(), caches.v[[last, 2]].clone())
     moved = ragged._replace(block_tables=torch.tensor([[0, 1]], dtype=torch.int32))
     assert torch.equal(far, native.paged_attention(query, near_caches, moved, 0.125))
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 1000, 49152])
+def test_gumbel_argmax(width):
+    scaled = torch.randn(20, width, generator=torch.Generator().manual_seed(0))
+    scaled[:, ::3] = -torch.inf
+    scaled[:, -1] = 0.0
+    keys = torch.randint(-(2**62), 2**62, (20,), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(native.gumbel_argmax(scaled, keys), reference.gumbel_argmax(scaled, keys))
+
+
+def test_gumbel_argmax_of_equals_is_the_lowest():
+    scaled = torch.full((1, 100), -torch.inf)
+    keys = torch.tensor([5])
+    assert (
+        native.gumbel_argmax(scaled, keys).tolist() == reference.gumbel_argmax(scaled, keys).tolist() == [0]
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (50, 33), (64, 576)])
+def test_pack_linear(shape):
+    weight = torch.randn(shape)
+    packed = native.pack_linear(weight)
+    rows = packed.transpose(1, 2).reshape(-1, shape[1])
+    assert torch.equal(rows[: shape[0]], weight)
+    assert not rows[shape[0] :].any()
