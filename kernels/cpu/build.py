@@ -99,7 +99,7 @@ def _cache_directory() -> Path:
 
 
 def main() -> None:
-    """A machine without a compiler is told so and goes on with the torch bodies; a failed compilation exits with 1."""
+    """Without a compiler it says so and returns: the torch bodies will do. A failed compilation exits with 1."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     command = compiler()
     if command is None:
