@@ -1,16 +1,20 @@
-"""An engine: a scheduler, a block pool and a model, stepped. Knows nothing of services, processes or handoffs."""
+"""An engine: a scheduler and a runner, stepped. No torch: a simulator steps it with a runner of its own. Knows
+nothing of services, processes or handoffs."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Protocol
 
-from core.clock import Clock, monotonic
-from core.kv_region import KVRegion
-from engine.block_pool import BlockPool
-from engine.config import EngineConfig
-from engine.engine_geometry import EngineGeometry
-from engine.kv_pool import KVPool
-from engine.model import LlamaModel
-from engine.runner import ModelRunner, Runner
-from engine.scheduler import Progress, Scheduler, SchedulerLimits, Work
+from core.ids import HandoffId
+from engine.scheduler import Progress, Sampled, Scheduler, Work
+
+
+class Runner(Protocol):
+    """The computing side of a step."""
+
+    def run(self, work: Seq[Work]) -> dict[HandoffId, Sampled]:
+        """Write the KV of the work's tokens and sample a token for each sequence that needs one."""
+        ...
 
 
 class Engine:
@@ -35,21 +39,3 @@ class Engine:
         progress = self.scheduler.commit(self.work, sampled)
         self.step_s = self.scheduler.clock() - started_s
         return progress
-
-
-def build_scheduler(config: EngineConfig, geometry: EngineGeometry, clock: Clock = monotonic) -> Scheduler:
-    limits = SchedulerLimits(config.block_size, config.token_budget, config.max_batch, geometry.context_len)
-    return Scheduler(limits, BlockPool(geometry.num_blocks, config.enable_prefix_cache), clock)
-
-
-def build_engine(
-    config: EngineConfig,
-    geometry: EngineGeometry,
-    region: KVRegion,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Engine:
-    """Load the weights and put an engine over `region`, which the caller keeps owning."""
-    model = LlamaModel.load(geometry.path, geometry.model, config.dtype, config.device, on_progress)
-    pool = KVPool.over(region, geometry.kv_spec)
-    runner = ModelRunner(model, pool, config.block_size, config.device)
-    return Engine(build_scheduler(config, geometry), runner)

@@ -7,8 +7,8 @@ from core.errors import EngineFailed, InvalidRequest
 from core.ids import HandoffId, RequestId
 from core.kv_region import KVRegion
 from core.sampling import SamplingParams
+from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.engine import build_engine
 from engine.engine_geometry import EngineGeometry
 from engine.scheduler import Progress
 from engine.sequence import FinishReason, Sequence

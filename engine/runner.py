@@ -1,7 +1,6 @@
 """The torch side of a step: from scheduled work to sampled tokens. Knows nothing of queues or blocks' owners."""
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 from core.ids import HandoffId
 from engine.batch import BatchEntry, build_batch
@@ -9,14 +8,6 @@ from engine.kv_pool import KVPool
 from engine.model import LlamaModel
 from engine.sampler import SamplingBatch, sample
 from engine.scheduler import Sampled, Work
-
-
-class Runner(Protocol):
-    """What a step needs; the simulator has its own."""
-
-    def run(self, work: Seq[Work]) -> dict[HandoffId, Sampled]:
-        """Write the KV of the work's tokens and sample a token for each sequence that needs one."""
-        ...
 
 
 class ModelRunner:

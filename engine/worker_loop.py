@@ -18,7 +18,7 @@ from core.load import Load
 from engine.block_pool import CacheChange
 from engine.channel import EngineChannel
 from engine.config import EngineConfig
-from engine.engine import Engine, build_engine
+from engine.engine import Engine
 from engine.engine_geometry import EngineGeometry
 from engine.messages import AnyCommand, AnyEvent, Loading, Report
 from engine.scheduler import Work
@@ -127,6 +127,8 @@ def worker_main(make_tier: Callable[[Engine, EngineGeometry], Tier]) -> int:
 
 def _load(config: EngineConfig, channel: EngineChannel, pool_fd: int) -> tuple[Engine, EngineGeometry]:
     import torch
+
+    from engine.build import build_engine
 
     torch.set_num_threads(config.num_threads)
     geometry = EngineGeometry(config)

@@ -13,6 +13,7 @@ from core.ids import BlockId, HandoffId
 from engine.messages import First
 from kv_transfer.base import Identity, KVTransfer, Run
 from kv_transfer.connectors import SenderSet, scheme_of
+from kv_transfer.faults import FaultySender
 
 
 class Delivered(NamedTuple):
@@ -47,7 +48,7 @@ class PrefillHandoff:
         self._first = first
         self._changed.set()
 
-    async def deliver(self, grant: Grant, senders: SenderSet, identity: Identity) -> Delivered:
+    async def deliver(self, grant: Grant, senders: SenderSet | FaultySender, identity: Identity) -> Delivered:
         """Send the granted blocks as they are computed, then the seal. Raises TransferFailed."""
         address = senders.choose(grant.addresses)
         opened = self._transfer = await senders.open(grant, address)

@@ -2,19 +2,25 @@
 
 import asyncio
 import logging
+import os
+
+import msgspec
 
 from cluster.worker_server import LoadingLog, WorkerConfig, WorkerServer
 from core.errors import EngineFailed
+from core.kv_region import KVRegion
 from core.worker import Role
 from engine.config import EngineConfig
 from engine.engine_geometry import EngineGeometry
 from engine.engine_process import EngineProcess
 from kv_transfer.base import Identity, TransferOptions
-from kv_transfer.connectors import create_senders
+from kv_transfer.connectors import SenderSet, create_senders
+from kv_transfer.faults import Faults, FaultySender, create_faulty_senders
 from prefill_service.service import PrefillService
 from proto import convert, session_pb2, session_pb2_grpc
 
 logger = logging.getLogger(__name__)
+FAULTS_VARIABLE = "TANDEM_FAULTS"
 
 
 async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
@@ -29,7 +35,7 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
         return 1
     options = TransferOptions(config.host, config.advertised_host, config.transfer_port, config.transfer_port)
     identity = Identity(config.worker_id, server.epoch, geometry.kv_spec)
-    senders = create_senders(config.connector, engine.region, identity, options)
+    senders = _make_senders(config.connector, engine.region, identity, options)
     service = PrefillService(convert.hello_to_proto(record), identity, engine, senders, server.publisher)
     session_pb2_grpc.add_PrefillServicer_to_server(service, server.server)
     names = [session_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name]
@@ -39,3 +45,16 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     finally:
         await senders.close()
         await engine.stop()
+
+
+def _make_senders(
+    connector: str, region: KVRegion, identity: Identity, options: TransferOptions
+) -> SenderSet | FaultySender:
+    """Senders; faulty ones, as JSON in TANDEM_FAULTS describes, when a test asks for them."""
+    faults = os.environ.get(FAULTS_VARIABLE)
+    if faults is None:
+        return create_senders(connector, region, identity, options)
+    logger.warning("faults are injected into transfers: %s", faults)
+    return create_faulty_senders(
+        msgspec.json.decode(faults, type=Faults), connector, region, identity, options
+    )

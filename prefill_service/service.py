@@ -29,6 +29,7 @@ from engine.messages import (
 )
 from kv_transfer.base import Identity
 from kv_transfer.connectors import SenderSet
+from kv_transfer.faults import FaultySender
 from prefill_service.handoff import PrefillHandoff
 from proto import convert, session_pb2_grpc
 from proto import session_pb2 as pb
@@ -59,7 +60,7 @@ class PrefillService(SessionHost[pb.PrefillCommand, pb.PrefillEvent], session_pb
         hello: pb.WorkerHello,
         identity: Identity,
         engine: EngineProcess,
-        senders: SenderSet,
+        senders: SenderSet | FaultySender,
         publisher: BlockPublisher,
     ) -> None:
         super().__init__()

@@ -1,0 +1,37 @@
+"""What tests share: a tiny random model, and one process that answers what the tandem must answer."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+Oracle = Callable[..., list[int]]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a two-layer Llama of random weights and a byte-level tokenizer."""
+    from engine.testing import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_model: Path) -> Iterator[Oracle]:
+    """`oracle(prompt_ids, max_tokens=8, ...)`: the tokens of one process, batch of one, cache off, float32."""
+    from core.kv_spec import DType
+    from core.sampling import SamplingParams
+    from engine.config import EngineConfig
+    from engine.llm import LLM
+
+    llm = LLM(EngineConfig(str(tiny_model), DType.FLOAT32, num_blocks=256, enable_prefix_cache=False))
+
+    def generate(prompt_ids: Sequence[int], **params: object) -> list[int]:
+        sampling = SamplingParams(**{"max_tokens": 16, "temperature": 0.0, **params})  # type: ignore[arg-type]
+        return llm.generate([prompt_ids], sampling)[0].token_ids
+
+    yield generate
+    llm.close()
