@@ -35,6 +35,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+lock:
+	$(BIN)/python deploy/lock.py
+
 proto: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --pyi_out=. proto/*.proto
 

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from core.kv_spec import KVSpec
+from core.model_path import resolve_model
 from core.worker import Role, WorkerShape
 from engine.config import EngineConfig
-from engine.model_config import ModelConfig, kv_spec, load_model_config, resolve_model
+from engine.model_config import ModelConfig, kv_spec, load_model_config
 
 
 class EngineGeometry:

@@ -1,8 +1,8 @@
 """A model's shape from a GGUF file's metadata. Knows nothing of tensors' values, imports no torch."""
 
+from core.errors import ModelLoadError
 from engine.gguf_file import GGUFFile
 from engine.json_fields import JsonFields
-from engine.model_errors import ModelLoadError
 from engine.model_shape import ModelConfig, RopeKind, RopeScaling
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

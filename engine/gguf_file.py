@@ -1,14 +1,10 @@
-"""Reading a GGUF file: metadata, tensor directory and dequantised tensors. Knows nothing of models, imports no torch.
+"""Reading a GGUF file: tensor directory and dequantised tensors. Knows nothing of models, imports no torch.
 
-    "GGUF" | version | num_tensors | num_pairs | pairs... | tensor infos... | padding | tensor data
-
-The header is parsed here in one pass: the `gguf` package's own reader makes several numpy objects for each of the
-100,000 vocabulary strings, which takes seconds in every process. Its quantisation tables and bodies are used.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The header is parsed by `core.gguf_header`; the `gguf` package's quantisation tables and bodies are used.
 """
 
+import math
 import mmap
-import struct
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -18,16 +14,8 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import QuantError, dequantize
 
-from engine.model_errors import ModelLoadError
-
-Scalar = int | float | bool | str
-Metadata = dict[str, Scalar | list[Scalar]]
-
-MAGIC = b"GGUF"
-SUPPORTED_VERSIONS = (2, 3)
-DEFAULT_ALIGNMENT = 32
-_STRING, _ARRAY = 8, 9
-_SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+from core.errors import ModelLoadError
+from core.gguf_header import Metadata, TensorInfo, parse_header
 
 
 class GGUFTensor(NamedTuple):
@@ -46,15 +34,16 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
-            if file.read(4) != MAGIC:
-                raise ModelLoadError(f"{path}: not a GGUF file (wrong magic)")
+            if not file.read(1):
+                raise ModelLoadError(f"{path}: not a GGUF file (empty, wrong magic)")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
-            header = _Header(self._map)
-            self.metadata, self.tensors = header.parse()
-        except (struct.error, UnicodeDecodeError, KeyError, ValueError, OverflowError) as error:
+            header = parse_header(path, self._map)
+            self.metadata: Metadata = header.metadata
+            self.tensors = _with_sizes(path, header.tensors)
+        except ModelLoadError:
             self._map.close()
-            raise ModelLoadError(f"{path}: damaged or truncated GGUF header: {error}") from error
+            raise
         self._check_extents()
 
     def _check_extents(self) -> None:
@@ -92,70 +81,20 @@ class GGUFFile:
         self.close()
 
 
-class _Header:
-    """A cursor over the header. Raises struct.error past the end of the file."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._at = len(MAGIC)
-
-    def parse(self) -> tuple[Metadata, dict[str, GGUFTensor]]:
-        version = self._scalar("I")
-        if version not in SUPPORTED_VERSIONS:
-            raise ValueError(f"GGUF version {version} is not supported")
-        num_tensors, num_pairs = int(self._scalar("Q")), int(self._scalar("Q"))
-        metadata: Metadata = {}
-        for _ in range(num_pairs):
-            key = self._string()
-            metadata[key] = self._value(int(self._scalar("I")))
-        infos = [self._tensor_info() for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment <= 0:
-            raise ValueError(f"general.alignment is {alignment}")
-        base = -(-self._at // alignment) * alignment
-        tensors = {info.name: info._replace(offset=info.offset + base) for info in infos}
-        if len(tensors) != len(infos):
-            raise ValueError("two tensors have the same name")
-        return metadata, tensors
-
-    def _scalar(self, code: str) -> int | float | bool:
-        (value,) = struct.unpack_from("<" + code, self._data, self._at)
-        self._at += struct.calcsize("<" + code)
-        return value  # type: ignore[no-any-return]
-
-    def _string(self) -> str:
-        (length,) = struct.unpack_from("<Q", self._data, self._at)
-        start = self._at + 8
-        if start + length > len(self._data):
-            raise ValueError("a string passes the end of the file")
-        self._at = start + length
-        return self._data[start : self._at].decode("utf-8", errors="replace")
-
-    def _value(self, type_id: int) -> Scalar | list[Scalar]:
-        if type_id != _ARRAY:
-            return self._one(type_id)
-        item_type, count = int(self._scalar("I")), int(self._scalar("Q"))
-        if item_type == _STRING:
-            return [self._string() for _ in range(count)]
-        code = f"<{count}{_SCALAR_FORMATS[item_type]}"
-        values = struct.unpack_from(code, self._data, self._at)
-        self._at += struct.calcsize(code)
-        return list(values)
-
-    def _one(self, type_id: int) -> Scalar:
-        return self._string() if type_id == _STRING else self._scalar(_SCALAR_FORMATS[type_id])
-
-    def _tensor_info(self) -> GGUFTensor:
-        name = self._string()
-        num_dims = int(self._scalar("I"))
-        dims = [int(self._scalar("Q")) for _ in range(num_dims)]
-        type_id, offset = int(self._scalar("I")), int(self._scalar("Q"))
-        block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
-        if not dims or dims[0] % block_values != 0:
-            raise ValueError(f"tensor {name}: shape {dims} does not fit its type's blocks of {block_values}")
-        num_values = 1
-        for dim in dims:
-            num_values *= dim
-        return GGUFTensor(
-            name, tuple(reversed(dims)), type_id, offset, num_values // block_values * block_bytes
-        )
+def _with_sizes(path: Path, infos: list[TensorInfo]) -> dict[str, GGUFTensor]:
+    """Every tensor by its name, with its size in bytes. Raises ModelLoadError naming the one that makes no sense."""
+    tensors: dict[str, GGUFTensor] = {}
+    for info in infos:
+        try:
+            block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.type_id)]
+        except (KeyError, ValueError) as error:
+            raise ModelLoadError(f"{path}: damaged: tensor {info.name}: type {info.type_id}") from error
+        if not info.shape or info.shape[-1] % block_values != 0:
+            raise ModelLoadError(
+                f"{path}: damaged: tensor {info.name}: shape {info.shape} does not fit blocks of {block_values}"
+            )
+        if info.name in tensors:
+            raise ModelLoadError(f"{path}: damaged: two tensors have the name {info.name}")
+        num_bytes = math.prod(info.shape) // block_values * block_bytes
+        tensors[info.name] = GGUFTensor(*info, num_bytes)
+    return tensors

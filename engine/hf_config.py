@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from core.errors import ModelLoadError
 from engine.json_fields import JsonFields, read_json
-from engine.model_errors import ModelLoadError
 from engine.model_shape import ModelConfig, RopeKind, RopeScaling
 
 LLAMA, MISTRAL, QWEN2, QWEN3 = (

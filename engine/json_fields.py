@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.model_errors import ModelLoadError
+from core.errors import ModelLoadError
 
 
 def read_json(path: Path) -> dict[str, Any]:

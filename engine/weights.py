@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from core.errors import ModelLoadError
 from engine.gguf_file import GGUFFile
 from engine.hf_config import LLAMA, weight_files
-from engine.model_errors import ModelLoadError
 from engine.model_shape import ModelConfig, RopeKind
 
 OnProgress = Callable[[int, int], None]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from core.errors import ModelLoadError
+from core.gguf_header import read_metadata
 
 _CONTROL_TOKEN = 3
 _USER_TOKEN = 4
@@ -76,10 +76,10 @@ def _token_text(value: Any) -> str:
 
 
 def _from_gguf(path: Path) -> TokenizerFiles:
-    fields = gguf.GGUFReader(path).fields
+    metadata = read_metadata(path)
 
     def get(name: str, default: Any = None) -> Any:
-        return fields[name].contents() if name in fields else default
+        return metadata.get(name, default)
 
     kind = get("tokenizer.ggml.model")
     if kind != "gpt2":

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from core.kv_spec import DType
+from core.model_path import resolve_model
 from engine.model_config import (
     ModelLoadError,
     RopeKind,
     RopeScaling,
     kv_spec,
     load_model_config,
-    resolve_model,
 )
 from engine.testing import make_tiny_model
 

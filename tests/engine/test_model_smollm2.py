@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from core.kv_spec import DType
+from core.model_path import resolve_model
 from engine.batch import BatchEntry, build_batch
 from engine.kv_pool import KVPool
 from engine.model import LlamaModel
-from engine.model_config import ModelLoadError, kv_spec, load_model_config, resolve_model
+from engine.model_config import ModelLoadError, kv_spec, load_model_config
 
 BLOCK_SIZE = 16
 CLEAR_GAP = 1e-3
