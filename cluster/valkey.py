@@ -34,6 +34,7 @@ class EmbeddedValkey:
         self._process = process
         self._directory = directory
         self._drain = asyncio.create_task(_drain(process))
+        self.port = port
         self.url = f"redis://127.0.0.1:{port}/0"
 
     @classmethod

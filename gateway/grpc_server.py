@@ -50,7 +50,7 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         try:
-            generation = await self._serving.prepare(self._ask(request))
+            generation = await self._serving.prepare(self._ask(request), context.time_remaining())
             chunks = [chunk async for chunk in generation.chunks()]
         except TandemError as error:
             await _abort(context, error)
@@ -67,7 +67,7 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateChunk]:
         try:
-            generation = await self._serving.prepare(self._ask(request))
+            generation = await self._serving.prepare(self._ask(request), context.time_remaining())
             chunks = generation.chunks()
             try:
                 async for chunk in chunks:

@@ -5,7 +5,7 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,6 +21,7 @@ from gateway.serving import Serving, TextChunk, TextGeneration
 MAX_REQUEST_ID_LEN = 128
 TIMING_HEADER = "x-tandem-timing"
 REQUEST_ID_HEADER = "x-request-id"
+Answer = TypeVar("Answer")
 RETRY_AFTER_S = 1
 
 
@@ -117,7 +118,7 @@ class HttpFront:
         wants_timing = TIMING_HEADER in request.headers
         headers = {REQUEST_ID_HEADER: _request_id(request) or generation.request_id}
         if is_stream:
-            return await _stream(generation, envelope, wants_usage, wants_timing, headers)
+            return await _stream(request, generation, envelope, wants_usage, wants_timing, headers)
         chunks = await _unless_gone(request, _collect(generation))
         whole = envelope.whole("".join(chunk.text for chunk in chunks), chunks[-1].finish_reason)
         if wants_timing:
@@ -140,7 +141,7 @@ async def _collect(generation: TextGeneration) -> list[TextChunk]:
     return [chunk async for chunk in generation.chunks()]
 
 
-async def _unless_gone(request: Request, work: Awaitable[list[TextChunk]]) -> list[TextChunk]:
+async def _unless_gone(request: Request, work: Awaitable[Answer]) -> Answer:
     """The result of `work`, which is cancelled (and with it the request on both tiers) when the client leaves."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
@@ -163,6 +164,7 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _stream(
+    request: Request,
     generation: TextGeneration,
     envelope: Envelope,
     wants_usage: bool,
@@ -171,7 +173,7 @@ async def _stream(
 ) -> Response:
     """The status is decided by the first chunk: until there is one an error is a proper error answer."""
     chunks = generation.chunks()
-    first = await anext(chunks)
+    first = await _unless_gone(request, anext(chunks))
     body = _events(first, chunks, envelope, wants_usage, wants_timing)
     headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(body, media_type="text/event-stream", headers=headers)

@@ -4,6 +4,7 @@ Ask ──prepare()──► TextGeneration ──chunks()──► TextChunk ..
 """
 
 import asyncio
+import math
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -120,8 +121,9 @@ class Serving:
             raise InvalidRequest(prompt.field, "the prompt is empty")
         return ids
 
-    async def prepare(self, ask: Ask) -> "TextGeneration":
-        """Everything a client can get wrong is refused here, before any work."""
+    async def prepare(self, ask: Ask, deadline_s: float | None = None) -> "TextGeneration":
+        """Everything a client can get wrong is refused here, before any work. `deadline_s` is what the client allows,
+        if it says so; the gateway's own limit holds in any case."""
         try:
             self.check_model(ask.model)
             context_len = self.context_len
@@ -134,8 +136,9 @@ class Serving:
                 raise InvalidRequest(ask.prompt.field, message)
             chain = await asyncio.to_thread(hash_chain, ids, self.fleet.fingerprint)
             params = self._sampling(ask, room)
+            allowed_s = min(self._timeout_s, math.inf if deadline_s is None else deadline_s)
             request = GenerationRequest(
-                tuple(ids), params, tuple(chain), self._timeout_s, client_request_id=ask.client_request_id
+                tuple(ids), params, tuple(chain), allowed_s, client_request_id=ask.client_request_id
             )
             generation = self.orchestrator.begin(request)
         except TandemError as error:

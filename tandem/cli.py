@@ -69,7 +69,11 @@ def _worker_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--listen", default="127.0.0.1:0", show_default=True, help="HOST:PORT of the session server."
         ),
-        click.option("--advertise", default=None, help="Host name that others use [the bound host]."),
+        click.option(
+            "--advertise",
+            default=None,
+            help="Host name that others use [the bound host]; auto: this host's address towards Redis.",
+        ),
         click.option("--connector", default="auto", show_default=True, help="auto, shm, tcp or ucx."),
         click.option(
             "--transfer-port", default=0, show_default=True, help="Port of tcp or ucx; 0: a free one."
@@ -135,6 +139,10 @@ def decode(**options: Any) -> None:
 
 def _run_worker(serve: Callable[..., Coroutine[Any, Any, int]], role: str, options: dict[str, Any]) -> None:
     async def work() -> int:
+        if options["advertise"] == "auto":
+            from tandem.health import address_towards
+
+            options["advertise"] = await address_towards(options["redis_url"])
         return await serve(*_configs(role, options))
 
     run(work())
@@ -225,6 +233,18 @@ def verify(
     except TandemError as error:
         click.echo(f"tandem: {error}", err=True)
         sys.exit(1)
+
+
+@main.command()
+@click.argument("address")
+@click.option(
+    "--timeout", "timeout_s", default=3.0, show_default=True, help="Seconds to wait for the answer."
+)
+def health(address: str, timeout_s: float) -> None:
+    """Ask the gateway or worker at ADDRESS (its gRPC HOST:PORT) whether it serves; exit 0 if so, else 1."""
+    from tandem.health import check
+
+    _client(check(address, timeout_s))
 
 
 @main.command()

@@ -2,13 +2,14 @@
 Children die with it, however it ends."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,15 +96,32 @@ async def run(plan: ServePlan, ready_file: str | None) -> int:
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    valkey = await EmbeddedValkey.start() if not plan.redis_url else None
-    if valkey is not None:
-        plan = replace(plan, redis_url=valkey.url)
+    async with contextlib.AsyncExitStack() as stack:
+        if not plan.redis_url:
+            plan = replace(plan, redis_url=await stack.enter_async_context(_kept_valkey()))
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-"))
+        return await _run_children(plan, Path(directory) / "ready.json", ready_file, stopping)
+
+
+@contextlib.asynccontextmanager
+async def _kept_valkey() -> AsyncIterator[str]:
+    """The URL of an embedded Valkey that is started again, on the same port, when it dies."""
+    valkey = await EmbeddedValkey.start()
+
+    async def keep() -> None:
+        nonlocal valkey
+        while True:
+            status = await valkey.wait()
+            logger.error("valkey (pid %d) ended with status %d: starting another", valkey.pid, status)
+            valkey = await EmbeddedValkey.start(valkey.port)
+
+    keeping = asyncio.create_task(keep())
     try:
-        with tempfile.TemporaryDirectory(prefix="tandem-") as directory:
-            return await _run_children(plan, Path(directory) / "ready.json", ready_file, stopping)
+        yield valkey.url
     finally:
-        if valkey is not None:
-            await valkey.stop()
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        await valkey.stop()
 
 
 async def _run_children(

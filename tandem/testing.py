@@ -73,7 +73,7 @@ class ManagedProcess:
 
 
 class LocalCluster:
-    """Valkey, workers and a gateway. An async context manager; `processes` are by name (`prefill-0`, `gateway`...)."""
+    """Valkey, workers and a gateway, as an async context manager; `processes` are by name (`prefill-0`, `gateway`)."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class LocalCluster:
     async def start_gateway(self, is_waiting: bool = True) -> ManagedProcess:
         """Start the gateway; returns when it can serve. Raises Unavailable with the logs when it does not."""
         ready = Path(self._directory.name) / "ready.json"
-        ready.unlink(missing_ok=True)  # noqa: ASYNC240 - a local file
+        ready.unlink(missing_ok=True)
         command = ["gateway", "--model", self.model, "--model-id", "test", "--redis-url", self.redis_url]
         command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--ready-file", str(ready)]
         gateway = await self._start("gateway", command)
@@ -144,13 +144,13 @@ class LocalCluster:
     async def wait_workers(self, names: Sequence[str], timeout_s: float = START_TIMEOUT_S) -> None:
         """Until the gateway has open sessions with exactly these workers. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            while {w["record"]["worker_id"] for w in await self.workers() if w["is_up"]} != set(names):
+            while {w["record"]["worker_id"] for w in await self.workers() if w["is_up"]} != set(names):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
 
     async def wait_idle(self, timeout_s: float = 10.0) -> None:
         """Until every worker's blocks are free or cached and nothing runs or waits. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            while not all(_is_idle(worker["load"]) for worker in await self.workers()):
+            while not all(_is_idle(worker["load"]) for worker in await self.workers()):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
 
     def logs(self) -> str:

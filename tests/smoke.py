@@ -1,4 +1,4 @@
-"""The smoke of `make serve`: start it as a user would, ask through every door, stop it. Run as `python -m tests.smoke`."""
+"""The smoke of `make serve`: start it as a user would, ask through every door, stop it: `python -m tests.smoke`."""
 
 import json
 import os
