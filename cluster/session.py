@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine
 from typing import Generic, TypeVar
 
-from core.clock import Clock, monotonic
+from core.clock import Clock, loop_time
 from core.errors import WorkerLost
 
 KEEPALIVE_S = 1.0
@@ -29,7 +29,7 @@ class Outbox(Generic[Item]):
     then batches() raises WorkerLost and put() drops, as whatever the session carried is aborted anyway."""
 
     def __init__(
-        self, max_bytes: int = MAX_OUTBOX_BYTES, max_age_s: float = MAX_OUTBOX_AGE_S, clock: Clock = monotonic
+        self, max_bytes: int = MAX_OUTBOX_BYTES, max_age_s: float = MAX_OUTBOX_AGE_S, clock: Clock = loop_time
     ) -> None:
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s

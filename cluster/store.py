@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from cluster.keys import Keys
-from core.clock import Clock, monotonic
+from core.clock import Clock, loop_time
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -31,7 +31,7 @@ FAILURES = Counter("tandem_redis_failures_total", "Calls to Redis that failed or
 class Store:
     """One per process. `redis` is for scripts and tests; everything else goes through call()."""
 
-    def __init__(self, url: str, cluster: str = "default", clock: Clock = monotonic) -> None:
+    def __init__(self, url: str, cluster: str = "default", clock: Clock = loop_time) -> None:
         self.keys = Keys(cluster)
         self.redis: Any = Redis.from_url(url, socket_connect_timeout=CALL_LIMIT_S, retry=None)
         self.is_up = True

@@ -1,5 +1,6 @@
 """Time as a dependency, so that schedulers, leases and the simulator run under a virtual clock."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -7,6 +8,11 @@ Clock = Callable[[], float]
 """Seconds that never go back; only differences mean anything."""
 
 monotonic: Clock = time.monotonic
+
+
+def loop_time() -> float:
+    """The running event loop's clock: `monotonic`, except on a loop whose time is virtual."""
+    return asyncio.get_running_loop().time()
 
 
 class VirtualClock:

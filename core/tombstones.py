@@ -3,14 +3,14 @@
 from collections import OrderedDict
 from collections.abc import Hashable
 
-from core.clock import Clock, monotonic
+from core.clock import Clock, loop_time
 
 
 class Tombstones:
     """Remembers each id for `lifetime_s`, at least as long as the longest deadline of what it guards against, and
     never more than `max_entries` of them (the oldest go first)."""
 
-    def __init__(self, lifetime_s: float, max_entries: int = 100_000, clock: Clock = monotonic) -> None:
+    def __init__(self, lifetime_s: float, max_entries: int = 100_000, clock: Clock = loop_time) -> None:
         self._lifetime_s = lifetime_s
         self._max_entries = max_entries
         self._clock = clock

@@ -9,7 +9,7 @@ from cluster.block_index import BlockIndex
 from cluster.registry import Registry
 from core.ids import Epoch, WorkerId, new_request_id
 from core.worker import Role, WorkerRecord
-from gateway.link import RECONNECT_S, WorkerLink
+from gateway.link import RECONNECT_S, OpenSession, WorkerLink, open_grpc_session
 from gateway.router import Candidate
 
 logger = logging.getLogger(__name__)
@@ -20,10 +20,17 @@ WorkerKey = tuple[WorkerId, Epoch]
 class Fleet:
     """Owns the links. `run()` follows the registry until cancelled."""
 
-    def __init__(self, registry: Registry, model_id: str, index: BlockIndex) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        model_id: str,
+        index: BlockIndex,
+        open_session: OpenSession = open_grpc_session,
+    ) -> None:
         self._registry = registry
         self._model_id = model_id
         self._index = index
+        self._open_session = open_session
         self._reference: WorkerRecord | None = None
         self._gateway_id = f"gateway-{new_request_id()[:8]}"
         self._links: dict[WorkerKey, WorkerLink] = {}
@@ -81,7 +88,7 @@ class Fleet:
         self._registered = set(usable)
         for key, record in usable.items():
             if key not in self._links:
-                self._links[key] = WorkerLink(record, self._gateway_id)
+                self._links[key] = WorkerLink(record, self._gateway_id, self._open_session)
                 self._tasks[key] = asyncio.create_task(self._keep(self._links[key]))
 
     def _is_usable(self, record: WorkerRecord) -> bool:
@@ -112,7 +119,7 @@ class Fleet:
             if key not in self._registered:
                 break
             await asyncio.sleep(RECONNECT_S)
-            link = self._links[key] = WorkerLink(link.record, self._gateway_id)
+            link = self._links[key] = WorkerLink(link.record, self._gateway_id, self._open_session)
         del self._links[key]
         self._tasks.pop(key, None)
         if not self._links:

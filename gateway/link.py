@@ -3,7 +3,7 @@ Knows nothing of requests beyond their handoff ids."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,34 +59,50 @@ Inbox = asyncio.Queue[FromWorker | LinkLost | Cancel]
 class _Dialect:
     """What differs between the tiers' sessions."""
 
-    open: Callable[[grpc.aio.Channel, AsyncIterator[Any]], AsyncIterator[Any]]
+    stub: Callable[[grpc.aio.Channel], Any]
     wrap: Callable[[Sequence[Any]], Any]
     hello: Callable[[pb.GatewayHello], Any]
 
 
 _DIALECTS = {
     Role.PREFILL: _Dialect(
-        lambda channel, commands: session_pb2_grpc.PrefillStub(channel).Session(commands),
+        session_pb2_grpc.PrefillStub,
         lambda batch: pb.PrefillCommands(commands=batch),
         lambda hello: pb.PrefillCommand(hello=hello),
     ),
     Role.DECODE: _Dialect(
-        lambda channel, commands: session_pb2_grpc.DecodeStub(channel).Session(commands),
+        session_pb2_grpc.DecodeStub,
         lambda batch: pb.DecodeCommands(commands=batch),
         lambda hello: pb.DecodeCommand(hello=hello),
     ),
 }
 
+OpenSession = Callable[[WorkerRecord, AsyncIterator[Any]], AsyncGenerator[Any, None]]
+"""Command messages to a worker in, its event messages out. Raises WorkerLost when it cannot be reached."""
+
+
+async def open_grpc_session(record: WorkerRecord, commands: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+    """A session over gRPC, for as long as the iterator lives."""
+    try:
+        async with grpc.aio.insecure_channel(record.address, options=CHANNEL_OPTIONS) as channel:
+            async for message in _DIALECTS[record.role].stub(channel).Session(commands):
+                yield message
+    except grpc.aio.AioRpcError as error:
+        raise WorkerLost(f"{error.code().name}: {error.details()}") from error
+
 
 class WorkerLink:
     """One session with one incarnation of one worker. `run()` ends when the session does; the owner opens another."""
 
-    def __init__(self, record: WorkerRecord, gateway_id: str) -> None:
+    def __init__(
+        self, record: WorkerRecord, gateway_id: str, open_session: OpenSession = open_grpc_session
+    ) -> None:
         self.record = record
         self.load = Load()
         self.up = asyncio.Event()
         self.num_pending_tokens = 0
         self._gateway_id = gateway_id
+        self._open_session = open_session
         self._dialect = _DIALECTS[record.role]
         self._outbox: Outbox[Any] = Outbox()
         self._inboxes: dict[HandoffId, Inbox] = {}
@@ -117,20 +133,19 @@ class WorkerLink:
     async def run(self) -> None:
         """Until the session ends. Then every waiting handoff learns it, once."""
         reason = "the session ended"
+        events = self._open_session(self.record, self._outgoing())
         try:
-            async with grpc.aio.insecure_channel(self.record.address, options=CHANNEL_OPTIONS) as channel:
-                await self._converse(channel)
-        except grpc.aio.AioRpcError as error:
-            reason = f"{error.code().name}: {error.details()}"
+            await self._converse(events)
         except TandemError as error:
             reason = str(error)
         finally:
             self._end(reason)
+            await events.aclose()
 
-    async def _converse(self, channel: grpc.aio.Channel) -> None:
+    async def _converse(self, events: AsyncGenerator[Any, None]) -> None:
         hello = pb.GatewayHello(gateway_id=self._gateway_id, fingerprint=self.record.kv_spec.fingerprint)
         self._outbox.put(self._dialect.hello(hello))
-        async for message in heard_within(self._dialect.open(channel, self._outgoing())):
+        async for message in heard_within(events):
             if message.HasField("load"):
                 self.load = convert.load_from_proto(message.load)
             for event in message.events:

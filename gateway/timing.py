@@ -9,7 +9,7 @@ A mark that comes earlier than the one before it (a grant before the first token
 from dataclasses import dataclass
 from enum import IntEnum
 
-from core.clock import Clock, monotonic
+from core.clock import Clock, loop_time
 
 
 class Mark(IntEnum):
@@ -52,7 +52,7 @@ class Timing:
 class StageClock:
     """The marks of one request. A mark counts once; later ones of the same kind (another attempt) are ignored."""
 
-    def __init__(self, clock: Clock = monotonic) -> None:
+    def __init__(self, clock: Clock = loop_time) -> None:
         self._clock = clock
         self._marks: dict[Mark, float] = {Mark.ARRIVED: clock()}
 
