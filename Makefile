@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 COMPOSE := $(shell command -v docker-compose 2>/dev/null)
 
-.PHONY: setup serve test lint types proto lock verify smoke soak ci
+.PHONY: setup serve test lint types proto lock verify chaos smoke soak ci
 
 setup: $(STAMP)
 
@@ -43,6 +43,9 @@ proto: setup
 
 verify: setup
 	$(BIN)/tandem verify $(ARGS)
+
+chaos: setup
+	$(BIN)/python -m tests.chaos.harness --seed $(or $(SEED),1) $(ARGS)
 
 smoke: setup
 	$(BIN)/python -m tests.smoke

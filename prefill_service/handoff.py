@@ -48,8 +48,11 @@ class PrefillHandoff:
         self._first = first
         self._changed.set()
 
-    async def deliver(self, grant: Grant, senders: SenderSet | FaultySender, identity: Identity) -> Delivered:
-        """Send the granted blocks as they are computed, then the seal. Raises TransferFailed."""
+    async def deliver(
+        self, grant: Grant, senders: SenderSet | FaultySender, identity: Identity
+    ) -> Delivered | None:
+        """Send the granted blocks as they are computed, then the seal. None when the first token ended the request:
+        then there is no seal, decode must not go on. Raises TransferFailed."""
         address = senders.choose(grant.addresses)
         opened = self._transfer = await senders.open(grant, address)
         position = 0
@@ -57,7 +60,10 @@ class PrefillHandoff:
             num_ready = await self._wait_ready(grant, position)
             await opened.send(list(self._runs(grant, position, num_ready)))
             position = num_ready
-        await opened.seal(await self._make_seal(grant, identity))
+        first = await self._wait_first()
+        if all(token.is_finished for token in first.first_tokens):
+            return None
+        await opened.seal(self._make_seal(first, grant, identity))
         return Delivered(opened.num_bytes_sent, scheme_of(address))
 
     async def cancel(self) -> bool:
@@ -85,10 +91,12 @@ class PrefillHandoff:
                 yield Run(source, start, index - start)
                 start = index
 
-    async def _make_seal(self, grant: Grant, identity: Identity) -> Seal:
+    async def _wait_first(self) -> First:
         while self._first is None:
             await self._wait_change()
-        first = self._first
+        return self._first
+
+    def _make_seal(self, first: First, grant: Grant, identity: Identity) -> Seal:
         return Seal(
             handoff_id=self.id,
             prefill_worker_id=identity.worker_id,

@@ -131,6 +131,8 @@ class PrefillService(SessionHost[pb.PrefillCommand, pb.PrefillEvent], session_pb
         except TandemError as error:
             self._fail(entry, error)
             return
+        if delivered is None:
+            return
         sealed = pb.PrefillSealed(
             handoff_id=handoff_id, num_bytes=delivered.num_bytes, connector=delivered.connector
         )

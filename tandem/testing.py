@@ -118,11 +118,17 @@ class LocalCluster:
             await self._valkey.stop()
         self._directory.cleanup()
 
-    async def add_worker(self, role: Role, name: str, arguments: Sequence[str] = ()) -> ManagedProcess:
+    async def add_worker(
+        self,
+        role: Role,
+        name: str,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> ManagedProcess:
         """Start one worker, new or under the name of one that ended; it registers when its weights are loaded."""
         command = [role.value, "--model", self.model, "--model-id", "test", "--id", name]
         command += ["--redis-url", self.redis_url, "--connector", self.connector]
-        return await self._start(name, [*command, *self._worker_arguments, *arguments])
+        return await self._start(name, [*command, *self._worker_arguments, *arguments], environment)
 
     async def start_gateway(self, is_waiting: bool = True) -> ManagedProcess:
         """Start the gateway; returns when it can serve. Raises Unavailable with the logs when it does not."""
@@ -153,12 +159,28 @@ class LocalCluster:
             while not all(_is_idle(worker["load"]) for worker in await self.workers()):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
 
+    async def stop_valkey(self) -> None:
+        """Redis goes away."""
+        await self.valkey.stop()
+
+    async def start_valkey(self) -> None:
+        """Redis comes back on the same port, empty."""
+        self._valkey = await EmbeddedValkey.start(self.valkey.port)
+
+    @property
+    def valkey(self) -> EmbeddedValkey:
+        assert self._valkey is not None, "the cluster is not running"
+        return self._valkey
+
     def logs(self) -> str:
         """The ends of all logs, for a failing test."""
         return "\n".join(f"--- {name}\n{process.tail()}" for name, process in self.processes.items())
 
-    async def _start(self, name: str, arguments: Sequence[str]) -> ManagedProcess:
-        process = ManagedProcess(name, arguments, Path(self._directory.name), self._environment)
+    async def _start(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> ManagedProcess:
+        own = {**self._environment, **(environment or {})}
+        process = ManagedProcess(name, arguments, Path(self._directory.name), own)
         self.processes[name] = process
         await process.start()
         return process

@@ -1,0 +1,198 @@
+"""Random harm to a whole virtual cluster, shrunk by hypothesis when something is wrong. After each history: every
+request had exactly one end, its tokens are those of one process or it has a typed error that the harm explains, and every
+block of every living worker is free or cached again."""
+
+import asyncio
+import logging
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from core.errors import Busy, Cancelled, TandemError, TransferFailed, Unavailable, WorkerLost
+from core.sampling import SamplingParams
+from core.worker import Role
+from kv_transfer.faults import Faults, Stage
+from tests.chaos.virtual_cluster import VOCAB, VirtualCluster, expected_tokens
+from tests.chaos.virtual_time import VirtualTimeLoop
+
+SETTLE_S = 200.0
+EXPLAINED = (Busy, Cancelled, TransferFailed, Unavailable, WorkerLost)
+NAMES = {Role.PREFILL: ("prefill-0", "prefill-1"), Role.DECODE: ("decode-0", "decode-1")}
+FAULTS = st.sampled_from(
+    [
+        Faults(),
+        Faults(),
+        Faults(corrupts=True, every=3),
+        Faults(drops_seal=True, every=4),
+        Faults(fails_at=Stage.OPEN, every=3),
+        Faults(fails_at=Stage.SEND, every=3),
+        Faults(fails_at=Stage.SEAL, every=3),
+        Faults(delay_s=0.2),
+    ]
+)
+TOTALS: Counter[str] = Counter()
+
+
+class ClusterUnderHarm(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
+        self.requests: list[tuple[asyncio.Task[list[int]], list[int], SamplingParams]] = []
+        self.left: set[int] = set()
+
+    @initialize(
+        seed=st.integers(0, 2**32), first=FAULTS, second=FAULTS, num_blocks=st.sampled_from([12, 24, 40])
+    )
+    def start(self, seed: int, first: Faults, second: Faults, num_blocks: int) -> None:
+        async def enter() -> VirtualCluster:
+            cluster = VirtualCluster(seed, num_blocks=num_blocks)
+            cluster.faults = {"prefill-0": first, "prefill-1": second}
+            return await cluster.__aenter__()
+
+        self.capacity = num_blocks * 16
+        self.cluster: VirtualCluster = self.runner.run(enter())
+
+    @rule(
+        num_tokens=st.integers(1, 150),
+        max_tokens=st.integers(1, 60),
+        temperature=st.sampled_from([0.0, 0.8]),
+        is_known=st.booleans(),
+    )
+    def ask(self, num_tokens: int, max_tokens: int, temperature: float, is_known: bool) -> None:
+        num_tokens = min(num_tokens, self.capacity - max_tokens - 17)
+        draw = self.cluster.random.randrange
+        prompt = [7 + i % 50 if is_known else draw(VOCAB) for i in range(num_tokens)]
+        params = SamplingParams(max_tokens, temperature, seed=draw(2**60), stop_token_ids=(draw(VOCAB),))
+        self.requests.append((self._spawn(prompt, params), prompt, params))
+        self.advance(0.0)
+
+    def _spawn(self, prompt: list[int], params: SamplingParams) -> asyncio.Task[list[int]]:
+        async def spawn() -> asyncio.Task[list[int]]:
+            return asyncio.create_task(self.cluster.ask(prompt, params))
+
+        return self.runner.run(spawn())
+
+    @rule(duration_s=st.sampled_from([0.0, 0.003, 0.02, 0.1, 0.5, 2.0]))
+    def advance(self, duration_s: float) -> None:
+        self.runner.run(asyncio.sleep(duration_s))
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 1000))
+    def leave(self, which: int) -> None:
+        index = which % len(self.requests)
+        if not self.requests[index][0].done():
+            self.left.add(index)
+            self.requests[index][0].cancel()
+            TOTALS["client left"] += 1
+
+    @rule(name=st.sampled_from([*NAMES[Role.PREFILL], *NAMES[Role.DECODE]]))
+    def crash(self, name: str) -> None:
+        if name in self.cluster.workers:
+            self.runner.run(self.cluster.crash(name))
+            TOTALS["crash"] += 1
+
+    @rule(name=st.sampled_from([*NAMES[Role.PREFILL], *NAMES[Role.DECODE]]))
+    def start_again(self, name: str) -> None:
+        if name not in self.cluster.workers:
+            self.runner.run(self.cluster.start_worker(Role(name.split("-")[0]), name))
+
+    @rule(name=st.sampled_from([*NAMES[Role.PREFILL], *NAMES[Role.DECODE]]), is_slow=st.booleans())
+    def pause(self, name: str, is_slow: bool) -> None:
+        worker = self.cluster.workers.get(name)
+        if worker is not None:
+            worker.engine.running.clear() if not is_slow else None
+            worker.delay_s = 1.0 if is_slow else 0.001
+            TOTALS["delayed" if is_slow else "pause"] += 1
+
+    @rule()
+    def resume_all(self) -> None:
+        for worker in self.cluster.workers.values():
+            worker.engine.running.set()
+            worker.delay_s = 0.001
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cluster"):
+            return
+        try:
+            self._settle()
+        finally:
+            TOTALS["steps"] += self.cluster.num_steps
+            self.runner.run(self.cluster.__aexit__())
+            self.runner.close()
+
+    def _settle(self) -> None:
+        """Heal everything, let every request end, then look."""
+        self.resume_all()
+        for names in NAMES.values():
+            for name in names:
+                self.start_again(name)
+        results = self.runner.run(self._wait_all())
+        for index, (result, (_, prompt, params)) in enumerate(zip(results, self.requests, strict=True)):
+            self._check_one(result, expected_tokens(prompt, params), index in self.left)
+        self.runner.run(asyncio.sleep(10))
+        assert not self.cluster.orchestrator.live
+        for name, worker in self.cluster.workers.items():
+            assert worker.is_idle, (name, worker.pool.counts, worker.service.num_handoffs)
+            for task in (*worker.tasks, worker.engine._task):
+                assert not task.done(), f"{name}: {task!r}"
+        for link in self.cluster.fleet.links:
+            assert link.num_open == 0
+            assert link.num_pending_tokens == 0
+
+    async def _wait_all(self) -> list[object]:
+        async with asyncio.timeout(SETTLE_S):
+            return await asyncio.gather(*(task for task, _, _ in self.requests), return_exceptions=True)
+
+    @staticmethod
+    def _check_one(result: object, expected: list[int], has_left: bool) -> None:
+        if isinstance(result, asyncio.CancelledError):
+            assert has_left
+        elif isinstance(result, TandemError):
+            TOTALS[type(result).__name__] += 1
+            assert isinstance(result, EXPLAINED), repr(result)
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            TOTALS["right"] += 1
+            assert result == expected
+
+
+def run(num_examples: int, num_steps: int) -> None:
+    TOTALS.clear()
+    logging.disable(logging.WARNING)
+    try:
+        run_state_machine_as_test(
+            ClusterUnderHarm,
+            settings=settings(
+                max_examples=num_examples,
+                stateful_step_count=40,
+                deadline=None,
+                derandomize=True,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    finally:
+        logging.disable(logging.NOTSET)
+    assert TOTALS["steps"] >= num_steps, TOTALS
+    assert TOTALS["right"] > TOTALS["crash"] > 0, TOTALS
+
+
+@pytest.mark.timeout(600)
+def test_a_cluster_under_harm_20_000_steps() -> None:
+    run(90, 20_000)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_cluster_under_harm_1_000_000_steps() -> None:
+    run(3000, 1_000_000)

@@ -1,0 +1,362 @@
+"""A whole cluster in one process under virtual time: the real orchestrator, sessions, services, tiers, schedulers,
+block pools and connectors. Only the wire (in memory, with delays), the engine's process (a task) and the model are
+replaced.
+
+The model is a hash: a token's KV is the hash of all tokens up to it, and the next token is a function of that. A step
+checks every KV entry that it would attend to, so a block with wrong content gives a token that is known to be wrong.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from core.errors import WorkerLost
+from core.grant import GrantSigner
+from core.ids import Epoch, HandoffId, WorkerId
+from core.kv_region import KVRegion
+from core.kv_spec import DType, KVSpec
+from core.sampling import SamplingParams
+from core.worker import Role, WorkerRecord
+from decode_service.handoff import Granter
+from decode_service.scheduler import DecodeTier
+from decode_service.service import DecodeService
+from engine.block_pool import BlockPool
+from engine.engine import Engine
+from engine.messages import AnyCommand, Report
+from engine.scheduler import Sampled, Scheduler, SchedulerLimits, Work
+from engine.worker_loop import report
+from gateway.fleet import Fleet
+from gateway.generation import GenerationRequest
+from gateway.metrics import GatewayMetrics
+from gateway.orchestrator import Orchestrator
+from kv_transfer.base import Identity, TransferOptions
+from kv_transfer.connectors import create_receivers
+from kv_transfer.faults import Faults, create_faulty_senders
+from kv_transfer.loopback import LoopbackNetwork
+from prefill_service.scheduler import PrefillTier
+from prefill_service.service import PrefillService
+from proto import convert
+
+VOCAB = 997
+WRONG = VOCAB  # a token the model never makes: the mark of wrong KV
+CONTEXT_LEN = 512
+SPEC = KVSpec(1, 1, 2, 16, DType.FLOAT16, "virtual")
+_MASK = (1 << 64) - 1
+_OPTIONS = TransferOptions()
+
+
+def extend(state: int, token_id: int) -> int:
+    return ((state ^ (token_id + 1)) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & _MASK
+
+
+def draw(state: int, params: SamplingParams, position: int) -> int:
+    """The model's token after `state`: of the seed and position too when it is sampled."""
+    if not params.is_greedy:
+        state = extend(extend(state, params.seed), position)
+    return (state >> 20) % VOCAB
+
+
+def expected_tokens(prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+    """What one process would answer."""
+    state, output = 0, []
+    for token_id in prompt_ids:
+        state = extend(state, token_id)
+    while len(output) < params.max_tokens:
+        output.append(draw(state, params, len(output)))
+        if output[-1] in params.stop_token_ids or len(prompt_ids) + len(output) >= CONTEXT_LEN:
+            break
+        state = extend(state, output[-1])
+    return output
+
+
+class HashRunner:
+    """The model over a region: 8 bytes a token."""
+
+    def __init__(self, region: KVRegion) -> None:
+        self._memory = memoryview(region.memory).cast("Q")
+
+    def run(self, work: Sequence[Work]) -> dict[HandoffId, Sampled]:
+        sampled = [(item, self._advance(item)) for item in work]
+        return {item.sequence.id: token for item, token in sampled if item.needs_token}
+
+    def _advance(self, item: Work) -> Sampled:
+        sequence = item.sequence
+        state, is_right = 0, True
+        for position, token_id in enumerate(sequence.tokens[: sequence.num_computed + item.num_tokens]):
+            state = extend(state, token_id)
+            slot = (
+                sequence.block_ids[position // SPEC.block_size] * SPEC.block_size + position % SPEC.block_size
+            )
+            if position < sequence.num_computed:
+                is_right = is_right and self._memory[slot] == state
+            else:
+                self._memory[slot] = state
+        token = draw(state, sequence.params, sequence.num_outputs) if is_right else WRONG
+        return Sampled(token, -1.0, True)
+
+    def close(self) -> None:
+        self._memory.release()
+
+
+class VirtualEngine:
+    """Where EngineProcess stands: the tier's loop as a task. Takes commands, steps, reports."""
+
+    def __init__(self, tier: Any, step_s: float) -> None:
+        self.tier = tier
+        self.step_s = step_s
+        self.running = asyncio.Event()
+        self.running.set()
+        self.num_steps = 0
+        self._commands: list[AnyCommand] = []
+        self._wake = asyncio.Event()
+        self._reports: asyncio.Queue[Report | None] = asyncio.Queue()
+        tier.engine.on_scheduled = self._announce
+        self._task = asyncio.create_task(self._run())
+
+    def send(self, *commands: AnyCommand) -> None:
+        self._commands += commands
+        self._wake.set()
+
+    async def reports(self) -> AsyncIterator[Report]:
+        while (item := await self._reports.get()) is not None:
+            yield item
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        self._reports.put_nowait(None)
+        await asyncio.wait([self._task])
+
+    def _announce(self, work: list[Work]) -> None:
+        self.tier.announce(work)
+        self._reports.put_nowait(report(self.tier))
+
+    async def _run(self) -> None:
+        while True:
+            commands, self._commands = self._commands, []
+            for command in commands:
+                self.tier.handle(command)
+            did_work = self.tier.step()
+            self.num_steps += did_work
+            self.tier.engine.scheduler.pool.check()
+            if commands or did_work or self.tier.events:
+                self._reports.put_nowait(report(self.tier))
+            await self._pause(did_work)
+            await self.running.wait()
+
+    async def _pause(self, did_work: bool) -> None:
+        if did_work:
+            await asyncio.sleep(self.step_s)
+            return
+        try:
+            async with asyncio.timeout(1.0):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+
+class NoPublisher:
+    """Redis is away."""
+
+    def note(self, is_stored: bool, block_hash: bytes) -> None:
+        pass
+
+
+@dataclass
+class VirtualWorker:
+    """One incarnation of one worker and everything of it that a crash takes along."""
+
+    record: WorkerRecord
+    region: KVRegion
+    runner: HashRunner
+    engine: VirtualEngine
+    service: Any
+    connector: Any
+    tasks: list[asyncio.Task[None]]
+    delay_s: float = 0.001
+    is_alive: bool = True
+    sessions: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.engine.tier.engine.scheduler.pool
+
+    @property
+    def is_idle(self) -> bool:
+        counts = self.pool.counts
+        return counts["free"] + counts["cached"] == self.pool.num_blocks and not self.service.num_handoffs
+
+
+class VirtualCluster:
+    """`async with` it on a virtual loop; then ask `orchestrator`, and do harm."""
+
+    def __init__(self, seed: int, num_prefill: int = 2, num_decode: int = 2, num_blocks: int = 40) -> None:
+        self.random = random.Random(seed)
+        self.workers: dict[str, VirtualWorker] = {}
+        self.faults: dict[str, Faults] = {}
+        self.num_messages = 0
+        self._num_blocks = num_blocks
+        self._counts = {Role.PREFILL: num_prefill, Role.DECODE: num_decode}
+        self._network = LoopbackNetwork()
+        self._background: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> "VirtualCluster":
+        for role, count in self._counts.items():
+            for index in range(count):
+                await self.start_worker(role, f"{role.value}-{index}")
+        self.fleet = Fleet(_Registry(self), "virtual", self, self._open_session)  # type: ignore[arg-type]
+        self.orchestrator = Orchestrator(self.fleet, self, self, GatewayMetrics(list))  # type: ignore[arg-type]
+        self._background.append(asyncio.create_task(self.fleet.run()))
+        await self.fleet.wait_ready()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        for name in list(self.workers):
+            await self.crash(name)
+
+    @property
+    def num_steps(self) -> int:
+        """Engine steps and session messages so far: what the property tests count."""
+        return self.num_messages + sum(worker.engine.num_steps for worker in self.workers.values())
+
+    async def start_worker(self, role: Role, name: str) -> None:
+        """A new incarnation of `name`."""
+        region = KVRegion.create(SPEC.block_bytes, self._num_blocks)
+        runner = HashRunner(region)
+        limits = SchedulerLimits(SPEC.block_size, 64, 8, CONTEXT_LEN)
+        loop = asyncio.get_running_loop()
+        engine = Engine(Scheduler(limits, BlockPool(self._num_blocks), loop.time), runner)
+        epoch = Epoch(self.random.getrandbits(62) | 1)
+        record = WorkerRecord(
+            WorkerId(name),
+            epoch,
+            role,
+            name,
+            "virtual",
+            SPEC,
+            CONTEXT_LEN,
+            VOCAB,
+            self._num_blocks,
+            8,
+            "loopback",
+        )
+        identity = Identity(record.worker_id, epoch, SPEC)
+        make = self._make_prefill if role is Role.PREFILL else self._make_decode
+        virtual, service, connector = await make(engine, record, identity, region)
+        tasks = [asyncio.create_task(service.follow_engine())]
+        self.workers[name] = VirtualWorker(record, region, runner, virtual, service, connector, tasks)
+
+    async def crash(self, name: str) -> None:
+        """As SIGKILL: nothing of it says goodbye."""
+        worker = self.workers.pop(name)
+        worker.is_alive = False
+        for task in (*worker.sessions, *worker.tasks, *worker.service._tasks):
+            task.cancel()
+        await worker.engine.stop()
+        await worker.connector.close()
+        await asyncio.gather(*worker.sessions, *worker.tasks, return_exceptions=True)
+        worker.runner.close()
+
+    def pause(self, name: str) -> None:
+        """As SIGSTOP, for its engine and its sessions."""
+        self.workers[name].engine.running.clear()
+
+    def resume(self, name: str) -> None:
+        self.workers[name].engine.running.set()
+
+    async def ask(
+        self, prompt_ids: Sequence[int], params: SamplingParams, deadline_s: float = 120.0
+    ) -> list[int]:
+        """The tokens of one request. Raises the typed error that ended it."""
+        request = GenerationRequest(tuple(prompt_ids), params, (), deadline_s)
+        tokens = self.orchestrator.begin(request).tokens()
+        try:
+            return [token.token_id async for token in tokens]
+        finally:
+            await tokens.aclose()
+
+    async def _make_prefill(
+        self, engine: Engine, record: WorkerRecord, identity: Identity, region: KVRegion
+    ) -> Any:
+        virtual = VirtualEngine(PrefillTier(engine, SPEC.fingerprint), 0.01)
+        faults = self.faults.get(record.worker_id, Faults())
+        senders = create_faulty_senders(faults, "loopback", region, identity, _OPTIONS, self._network)
+        hello = convert.hello_to_proto(record)
+        return virtual, PrefillService(hello, identity, virtual, senders, NoPublisher()), senders  # type: ignore[arg-type]
+
+    async def _make_decode(
+        self, engine: Engine, record: WorkerRecord, identity: Identity, region: KVRegion
+    ) -> Any:
+        virtual = VirtualEngine(DecodeTier(engine, SPEC.fingerprint), 0.01)
+        signer = GrantSigner()
+        receivers = create_receivers(["loopback"], region, identity, signer.verify, _OPTIONS, self._network)
+        await receivers.start()
+        granter = Granter(record.worker_id, record.epoch, signer, receivers)
+        hello = convert.hello_to_proto(record)
+        return virtual, DecodeService(hello, virtual, granter, NoPublisher()), receivers  # type: ignore[arg-type]
+
+    async def _open_session(self, record: WorkerRecord, commands: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        worker = self.workers.get(record.worker_id)
+        if worker is None or worker.record.epoch != record.epoch:
+            raise WorkerLost("connection refused")
+        down: asyncio.Queue[Any] = asyncio.Queue()
+        up: asyncio.Queue[Any] = asyncio.Queue()
+        feeding = asyncio.create_task(self._pump(worker, commands, down))
+        served = worker.service.Session(_drain(down), None)
+        serving = asyncio.create_task(self._pump(worker, served, up))
+        worker.sessions |= {feeding, serving}
+        try:
+            async for message in _drain(up):
+                yield message
+            raise WorkerLost("the session ended")
+        finally:
+            feeding.cancel()
+            serving.cancel()
+            worker.sessions -= {feeding, serving}
+            await asyncio.gather(feeding, serving, return_exceptions=True)
+
+    async def _pump(
+        self, worker: VirtualWorker, source: AsyncIterator[Any], sink: asyncio.Queue[Any]
+    ) -> None:
+        """In order, each message after a delay, none while the worker is paused."""
+        try:
+            async for message in source:
+                await worker.engine.running.wait()
+                await asyncio.sleep(worker.delay_s * self.random.random())
+                self.num_messages += 1
+                sink.put_nowait(message)
+        finally:
+            sink.put_nowait(None)
+            if hasattr(source, "aclose"):
+                await source.aclose()
+
+    # What the fleet and the orchestrator want of Redis: an index that knows nothing, rows that nobody reads.
+    async def longest_prefix(self, chain: Sequence[bytes]) -> dict[Epoch, int]:
+        return {}
+
+    async def drop(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        pass
+
+    def update(self, *_: object) -> None:
+        pass
+
+    def remove(self, handoff_id: HandoffId) -> None:
+        pass
+
+
+class _Registry:
+    def __init__(self, cluster: VirtualCluster) -> None:
+        self._cluster = cluster
+
+    async def workers(self) -> list[WorkerRecord]:
+        return [worker.record for worker in self._cluster.workers.values()]
+
+
+async def _drain(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+    while (item := await queue.get()) is not None:
+        yield item
