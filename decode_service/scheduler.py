@@ -29,6 +29,7 @@ from engine.scheduler import Progress, Work
 from engine.sequence import Sequence
 
 MAX_QUEUED_RESERVES = 256
+SUSPEND_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class Reservation:
 
 
 class DecodeTier:
-    """Every handoff is in exactly one of the four tables."""
+    """Every handoff is in exactly one of the first four tables; `_suspended` says since when those running ones have
+    had no credit, the longest first."""
 
     def __init__(self, engine: Engine, fingerprint: str) -> None:
         self.engine = engine
@@ -51,6 +53,7 @@ class DecodeTier:
         self._reserved: dict[HandoffId, Reservation] = {}
         self._running: dict[HandoffId, Sequence] = {}
         self._quarantined: dict[HandoffId, list[BlockId]] = {}
+        self._suspended: dict[HandoffId, float] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -63,8 +66,7 @@ class DecodeTier:
             case Activate():
                 self._activate(command)
             case Credit():
-                if command.id in self._running:
-                    self._running[command.id].credit += command.num_tokens
+                self._add_credit(command)
             case AbortWork():
                 self._abort(command.id, command.is_quiet)
             case Quiet():
@@ -75,6 +77,7 @@ class DecodeTier:
                 raise AssertionError(f"not a decode command: {command}")
 
     def step(self) -> bool:
+        self._end_suspended()
         self._serve_queue()
         progress = self.engine.step()
         for item in progress:
@@ -87,18 +90,43 @@ class DecodeTier:
         """Nothing to add: grants are among the events already and leave before the step computes."""
 
     def fail_step(self, error: Exception) -> None:
-        for sequence, _ in self.engine.work:
-            self._fail(sequence, f"engine step failed: {type(error).__name__}: {error}")
+        for sequence in [item.sequence for item in self.engine.work if item.sequence.id in self._running]:
+            self._fail(sequence, ErrorCode.ENGINE, f"engine step failed: {type(error).__name__}: {error}")
 
     def _enqueue(self, command: Reserve) -> None:
+        """Queue a reserve, or refuse one that could never be served to its end. A repeated one changes nothing."""
         scheduler = self.engine.scheduler
-        num_tokens = len(command.prompt_ids) + len(command.output_ids)
-        if scheduler.num_blocks_for(num_tokens + 1) > scheduler.pool.num_blocks:
-            self._refuse(command.id, ErrorCode.INVALID, f"{num_tokens} tokens do not fit the decode pool")
+        sequence = self._sequence(command)
+        max_len = max(len(sequence.tokens) + 1, len(command.prompt_ids) + command.params.max_tokens)
+        if self._is_known(command.id):
+            return
+        if not scheduler.can_run(sequence, min(max_len, scheduler.limits.context_len)):
+            self._refuse(command.id, ErrorCode.INVALID, f"{max_len} tokens do not fit the decode worker")
         elif len(self._queue) >= MAX_QUEUED_RESERVES:
             self._refuse(command.id, ErrorCode.BUSY, "the queue of reserves is full")
         else:
             self._queue.append((scheduler.clock() + command.wait_s, command))
+
+    def _is_known(self, handoff_id: HandoffId) -> bool:
+        tables = (self._reserved, self._running, self._quarantined)
+        is_held = any(handoff_id in table for table in tables)
+        return is_held or any(command.id == handoff_id for _, command in self._queue)
+
+    def _add_credit(self, command: Credit) -> None:
+        sequence = self._running.get(command.id)
+        if sequence is None and command.id in self._reserved:
+            sequence = self._reserved[command.id].sequence
+        if sequence is not None:
+            sequence.credit += command.num_tokens
+            if sequence.credit > 0:
+                self._suspended.pop(command.id, None)
+
+    def _end_suspended(self) -> None:
+        """A reader that takes nothing for too long loses its blocks to others."""
+        over_s = self.engine.scheduler.clock() - SUSPEND_LIMIT_S
+        for handoff_id in [key for key, since_s in self._suspended.items() if since_s <= over_s]:
+            message = f"no token was taken for {SUSPEND_LIMIT_S:g} s"
+            self._fail(self._running[handoff_id], ErrorCode.DEADLINE, message)
 
     def _serve_queue(self) -> None:
         """Grant in order of arrival while there is room; refuse those that waited long enough."""
@@ -113,15 +141,17 @@ class DecodeTier:
         self.events.append(WorkFailed(handoff_id, code, message))
 
     def _reserve(self, command: Reserve) -> bool:
-        """Take a batch place and blocks for the tokens plus one, leaving a free block for each running sequence."""
+        """Take a batch place and blocks for the tokens plus one, leaving a free block for each running sequence.
+        Whoever was preempted comes first."""
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
-        tokens = [*command.prompt_ids, *command.output_ids]
-        sequence = Sequence(command.id, tokens, len(command.prompt_ids), command.params, self._fingerprint)
-        sequence.credit = command.credit
+        if scheduler.num_free_places <= 0 or scheduler.next_waiting is not None:
+            return False
+        sequence = self._sequence(command)
+        tokens = sequence.tokens
         shared = pool.lookup(scheduler.full_chain(sequence, len(tokens)))
         num_fresh = scheduler.num_blocks_for(len(tokens) + 1) - len(shared)
         pool.acquire(shared)
-        has_room = scheduler.num_free_places > 0 and pool.num_available - num_fresh >= len(scheduler.running)
+        has_room = pool.num_available - num_fresh >= len(scheduler.running)
         fresh = pool.allocate(num_fresh, BlockState.IN_FLIGHT) if has_room else None
         if fresh is None:
             pool.release(shared)
@@ -143,6 +173,13 @@ class DecodeTier:
         )
         return True
 
+    def _sequence(self, command: Reserve) -> Sequence:
+        tokens = [*command.prompt_ids, *command.output_ids]
+        num_prompt_tokens = len(command.prompt_ids)
+        return Sequence(
+            command.id, tokens, num_prompt_tokens, command.params, self._fingerprint, credit=command.credit
+        )
+
     def _chain_hash(self, sequence: Sequence) -> BlockHash:
         chain = self.engine.scheduler.full_chain(sequence, len(sequence.tokens))
         return chain[-1] if chain else BlockHash(b"")
@@ -160,13 +197,14 @@ class DecodeTier:
         sequence.tokens.append(command.first_tokens[0].token_id)
         self._running[command.id] = sequence
         scheduler.resume(sequence)
+        self._note_suspended(sequence)
 
     def _report(self, progress: Progress) -> None:
         sequence, token, reason = progress
         if token is None:
             return
         if not token.is_valid:
-            self._fail(sequence, "the model produced logits that are not finite")
+            self._fail(sequence, ErrorCode.ENGINE, "the model produced logits that are not finite")
             return
         position = sequence.num_outputs - 1
         self.events.append(
@@ -181,18 +219,18 @@ class DecodeTier:
                 sequence.num_preemptions,
             )
         )
+        self._note_suspended(sequence)
         if reason is not None:
-            del self._running[sequence.id]
-            self.engine.scheduler.finish(sequence)
+            self._end(sequence)
 
     def _abort(self, handoff_id: HandoffId, is_quiet: bool) -> None:
         self._queue = deque(entry for entry in self._queue if entry[1].id != handoff_id)
         reservation = self._reserved.pop(handoff_id, None)
         if reservation is not None:
             self._drop_reservation(reservation, is_quiet)
-        sequence = self._running.pop(handoff_id, None)
+        sequence = self._running.get(handoff_id)
         if sequence is not None:
-            self.engine.scheduler.finish(sequence)
+            self._end(sequence)
         self.events.append(WorkAborted(handoff_id))
 
     def _drop_reservation(self, reservation: Reservation, is_quiet: bool) -> None:
@@ -206,7 +244,15 @@ class DecodeTier:
             scheduler.pool.move(reservation.in_flight, BlockState.IN_FLIGHT, BlockState.QUARANTINED)
             self._quarantined[sequence.id] = reservation.in_flight
 
-    def _fail(self, sequence: Sequence, message: str) -> None:
-        self._running.pop(sequence.id, None)
+    def _note_suspended(self, sequence: Sequence) -> None:
+        if sequence.credit <= 0:
+            self._suspended.setdefault(sequence.id, self.engine.scheduler.clock())
+
+    def _fail(self, sequence: Sequence, code: ErrorCode, message: str) -> None:
+        self._end(sequence)
+        self.events.append(WorkFailed(sequence.id, code, message))
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._running[sequence.id]
+        self._suspended.pop(sequence.id, None)
         self.engine.scheduler.finish(sequence)
-        self.events.append(WorkFailed(sequence.id, ErrorCode.ENGINE, message))

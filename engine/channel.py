@@ -32,19 +32,26 @@ class EngineChannel:
         self._buffer = bytearray()
 
     def send(self, message: Upward) -> None:
-        """Raises BrokenPipeError when the service is gone."""
+        """Raises ConnectionError when the service is gone."""
         self._connection.sendall(_frame(message))
 
     def receive(self, timeout_s: float | None) -> list[Commands] | None:
         """Every message that is there, waiting up to `timeout_s` (None: for ever) for the first one. None when the
-        service closed its end."""
+        service closed its end. Raises msgspec.MsgspecError for what is no message: the two ends do not match."""
         ready, _, _ = select.select([self._connection], [], [], timeout_s)
         if ready:
-            data = self._connection.recv(1 << 20)
+            data = self._read()
             if not data:
                 return None
             self._buffer += data
         return self._take()
+
+    def _read(self) -> bytes:
+        """Empty at the end, also when the service closed without having read all that was sent to it."""
+        try:
+            return self._connection.recv(1 << 20)
+        except ConnectionResetError:
+            return b""
 
     def _take(self) -> list[Commands]:
         messages = []

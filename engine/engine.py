@@ -19,7 +19,7 @@ class Runner(Protocol):
 
 class Engine:
     """step() is the whole story: schedule, forward and sample, commit. `on_scheduled` is called between the first
-    two; `work` is the latest schedule, also after a step that raised."""
+    two; `work` is the latest schedule, also while and after it is computed by a step that raised."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler = scheduler

@@ -38,16 +38,21 @@ class LLM:
         self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams]
     ) -> list[Completion]:
         """Complete every prompt (token ids), batched, in the order given. The model's end-of-sequence ids are not
-        added: put them into stop_token_ids. Raises InvalidRequest for a prompt that can never run."""
+        added: put them into stop_token_ids. Raises InvalidRequest for a prompt that can never run, EngineFailed for
+        logits that are not finite; the engine can be used again afterwards."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         sequences = [self._sequence(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
         logprobs: dict[HandoffId, list[float]] = {sequence.id: [] for sequence in sequences}
         reasons: dict[HandoffId, FinishReason] = {}
-        for sequence in sequences:
-            self.engine.scheduler.submit(sequence)
-        while len(reasons) < len(sequences):
-            for progress in self.engine.step():
-                self._take(progress, logprobs, reasons)
+        try:
+            for sequence in sequences:
+                self.engine.scheduler.submit(sequence)
+            while len(reasons) < len(sequences):
+                for progress in self.engine.step():
+                    self._take(progress, logprobs, reasons)
+        finally:
+            for sequence in sequences:
+                self.engine.scheduler.finish(sequence)
         return [
             Completion(s.tokens[s.num_prompt_tokens :], logprobs[s.id], reasons[s.id], s.num_cached)
             for s in sequences

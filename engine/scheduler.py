@@ -66,7 +66,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting) or any(sequence.credit > 0 for sequence in self.running)
+        return any(sequence.credit > 0 for sequence in (*self.waiting, *self.running))
 
     @property
     def num_queued_tokens(self) -> int:
@@ -78,24 +78,37 @@ class Scheduler:
     def num_free_places(self) -> int:
         return self.limits.max_batch - len(self.running) - self.num_reserved_places
 
+    @property
+    def next_waiting(self) -> Sequence | None:
+        """Who is admitted next, before anybody behind it."""
+        return next((sequence for sequence in self.waiting if sequence.credit > 0), None)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_size)
 
+    def can_run(self, sequence: Sequence, max_len: int) -> bool:
+        """Whether a sequence that may become `max_len` tokens long fits the context, with a token to make, and an
+        empty pool. One that does not must not be submitted."""
+        num_tokens = len(sequence.tokens)
+        is_within_context = 0 < num_tokens < self.limits.context_len
+        return is_within_context and self.num_blocks_for(max_len) <= self.pool.num_blocks
+
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence without blocks. It must fit an empty pool (the caller has refused it otherwise)."""
-        assert self.num_blocks_for(len(sequence.tokens)) <= self.pool.num_blocks, len(sequence.tokens)
+        """Queue a sequence without blocks. Its tokens must fit an empty pool, and with those that it may still make
+        as well: it would be preempted for ever (the caller has refused it otherwise)."""
+        assert 0 < self.num_blocks_for(len(sequence.tokens)) <= self.pool.num_blocks, len(sequence.tokens)
         sequence.arrived_s = self.clock()
         sequence.waits_since_s = sequence.arrived_s
         self.waiting.append(sequence)
 
     def resume(self, sequence: Sequence) -> None:
         """Run a sequence whose blocks the caller owns and whose KV is there (a sealed handoff)."""
-        sequence.waits_since_s = self.clock()
+        sequence.arrived_s = sequence.waits_since_s = self.clock()
         self.running.append(sequence)
 
     def schedule(self) -> list[Work]:
         """The next step: sequences that decode first, then chunks of those that do not yet, then new ones (they are
-        the last entries, with num_computed equal to num_cached)."""
+        the last entries, with num_computed equal to num_cached). A sequence without credit is passed over."""
         budget = self.limits.token_budget
         work: list[Work] = []
         for sequence in list(self.running):
@@ -107,10 +120,10 @@ class Scheduler:
             if sequence.num_to_compute > 1 and budget:
                 work.append(Work(sequence, min(sequence.num_to_compute, budget)))
                 budget -= work[-1].num_tokens
-        while budget and self.waiting and self.num_free_places > 0 and self._admit(self.waiting[0]):
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
-            work.append(Work(sequence, min(sequence.num_to_compute, budget)))
+        while budget and self.num_free_places > 0 and (head := self.next_waiting) and self._admit(head):
+            self.waiting.remove(head)
+            self.running.append(head)
+            work.append(Work(head, min(head.num_to_compute, budget)))
             budget -= work[-1].num_tokens
         self._end_waits(work)
         return work
@@ -192,8 +205,13 @@ class Scheduler:
             if fresh is not None:
                 sequence.block_ids.extend(fresh)
                 return True
-            self._preempt(self.running[-1])
+            self._preempt(self._victim())
         return False
+
+    def _victim(self) -> Sequence:
+        """One whose reader takes nothing, else the newest: a sequence is preempted only for older ones, so they bound
+        how often that happens to it."""
+        return max(reversed(self.running), key=lambda sequence: (sequence.credit <= 0, sequence.arrived_s))
 
     def _preempt(self, sequence: Sequence) -> None:
         self.pool.release(self.detach(sequence))

@@ -70,9 +70,14 @@ def run_worker(channel: EngineChannel, tier: Tier) -> None:
 
 
 def _step(tier: Tier) -> bool:
+    """A step that raises ends the requests it computed. Without any it was the scheduling that failed, which no
+    request's end would mend: then the process ends."""
+    tier.engine.work = []
     try:
         return tier.step()
     except Exception as error:
+        if not tier.engine.work:
+            raise
         logger.exception("engine step failed")
         tier.fail_step(error)
         return True
@@ -120,7 +125,7 @@ def worker_main(make_tier: Callable[[Engine, EngineGeometry], Tier]) -> int:
         return 2
     try:
         run_worker(channel, tier)
-    except BrokenPipeError:
+    except ConnectionError:
         logger.info("the service is gone")
     return 0
 

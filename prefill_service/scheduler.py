@@ -42,7 +42,7 @@ class PrefillTier:
             case StartPrompt():
                 self._start(command)
             case Release():
-                self._end_lease(command.id)
+                self._drop(command.id)
             case AbortWork():
                 self._abort(command.id)
             case _:
@@ -62,16 +62,18 @@ class PrefillTier:
                 self.events.append(Started(sequence.id, list(sequence.block_ids), sequence.num_cached))
 
     def fail_step(self, error: Exception) -> None:
-        for sequence, _ in self.engine.work:
+        for sequence in [item.sequence for item in self.engine.work if item.sequence.id in self._sequences]:
             self._fail(sequence, ErrorCode.ENGINE, f"engine step failed: {type(error).__name__}: {error}")
 
     def _start(self, command: StartPrompt) -> None:
-        assert command.id not in self._sequences and command.id not in self._leases, command.id
+        """Queue a prompt, or refuse one that could never run. A repeated start changes nothing."""
+        if command.id in self._sequences or command.id in self._leases:
+            return
         tokens = [*command.prompt_ids, *command.output_ids]
         sequence = Sequence(command.id, tokens, len(command.prompt_ids), command.params, self._fingerprint)
         scheduler = self.engine.scheduler
-        if scheduler.num_blocks_for(len(tokens)) > scheduler.pool.num_blocks:
-            message = f"{len(tokens)} tokens do not fit the prefill pool"
+        if not scheduler.can_run(sequence, len(tokens)):
+            message = f"{len(tokens)} tokens do not fit the prefill worker"
             self.events.append(WorkFailed(command.id, ErrorCode.INVALID, message))
             return
         self._sequences[command.id] = sequence
@@ -101,15 +103,16 @@ class PrefillTier:
         self.engine.scheduler.pool.move(blocks, BlockState.OWNED, BlockState.LEASED)
         self._leases[sequence.id] = blocks
 
-    def _end_lease(self, handoff_id: HandoffId) -> None:
-        self.engine.scheduler.pool.release(self._leases.pop(handoff_id, []), BlockState.LEASED)
-
-    def _abort(self, handoff_id: HandoffId) -> None:
+    def _drop(self, handoff_id: HandoffId) -> None:
+        """Give back what it holds, at whatever stage it is."""
         sequence = self._sequences.get(handoff_id)
         if sequence is not None:
             self._forget(handoff_id)
             self.engine.scheduler.finish(sequence)
-        self._end_lease(handoff_id)
+        self.engine.scheduler.pool.release(self._leases.pop(handoff_id, []), BlockState.LEASED)
+
+    def _abort(self, handoff_id: HandoffId) -> None:
+        self._drop(handoff_id)
         self.events.append(WorkAborted(handoff_id))
 
     def _fail(self, sequence: Sequence, code: ErrorCode, message: str) -> None:
