@@ -28,6 +28,7 @@ class EngineProcess:
     def __init__(self, child: subprocess.Popen[bytes], channel: ServiceChannel, region: KVRegion) -> None:
         self._child = child
         self._channel = channel
+        self._first = Report([])
         self.region = region
 
     @classmethod
@@ -60,6 +61,7 @@ class EngineProcess:
             raise EngineFailed("the engine process ended while loading")
         if message.failure:
             raise EngineFailed(message.failure)
+        self._first = message
 
     @property
     def pid(self) -> int:
@@ -70,7 +72,8 @@ class EngineProcess:
         self._channel.send(Commands(list(commands)))
 
     async def reports(self) -> AsyncIterator[Report]:
-        """Every report until the engine is gone."""
+        """Every report until the engine is gone; the first says that it is ready, and its load."""
+        yield self._first
         while isinstance(message := await self._channel.receive(), Report):
             yield message
 

@@ -74,14 +74,21 @@ class Fleet:
         """Look for workers every POLL_S; a silent registry leaves the view as it is."""
         try:
             while True:
-                records = await self._registry.workers()
-                if records is not None:
-                    self._follow(records)
+                await self._look()
                 await asyncio.sleep(POLL_S)
         finally:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _look(self) -> None:
+        try:
+            records = await self._registry.workers()
+        except Exception:  # noqa: BLE001 - the top of discovery: it must go on whatever Redis answered
+            logger.exception("looking for workers failed")
+            return
+        if records is not None:
+            self._follow(records)
 
     def _follow(self, records: Iterable[WorkerRecord]) -> None:
         usable = {record.key: record for record in records if self._is_usable(record)}

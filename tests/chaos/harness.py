@@ -291,8 +291,12 @@ async def run(seed: int, num_requests: int, num_faults: int, model: str | None) 
             await cluster.wait_workers(list(WORKERS))
             before = memory_of(cluster)
             chaos = Chaos(cluster, seed, num_requests, num_faults)
-            await chaos.run()
-            await cluster.wait_workers(list(WORKERS))
+            try:
+                await chaos.run()
+                await cluster.wait_workers(list(WORKERS))
+            except BaseException:
+                sys.stderr.write(cluster.logs())
+                raise
             wrong = []
             try:
                 await cluster.wait_idle(20)
