@@ -38,8 +38,8 @@ class InvalidRequest(TandemError):
 class ModelNotFound(TandemError):
     code = ErrorCode.MODEL_NOT_FOUND
 
-    def __init__(self, model: str) -> None:
-        super().__init__(f"the model `{model}` does not exist")
+    def __init__(self, model: str, message: str = "") -> None:
+        super().__init__(message or f"the model `{model}` does not exist")
         self.field = "model"
 
 
@@ -112,5 +112,5 @@ def error_from(code: str, message: str, field: str = "") -> TandemError:
     if code == ErrorCode.INVALID:
         return InvalidRequest(field, message)
     if code == ErrorCode.MODEL_NOT_FOUND:
-        return ModelNotFound(field)
+        return ModelNotFound("", message)
     return next((kind for known, kind in _BY_CODE.items() if known == code), EngineFailed)(message)

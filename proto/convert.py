@@ -1,7 +1,7 @@
 """Between wire messages and the types of `core`. The only place where the two meet; values are checked here only for
 shape, their meaning is checked by whoever acts on them."""
 
-from core.errors import Busy, InvalidRequest, ModelNotFound, TandemError, error_from
+from core.errors import Busy, EngineFailed, InvalidRequest, ModelNotFound, TandemError, error_from
 from core.grant import FirstToken, Grant
 from core.ids import BlockId, Epoch, HandoffId, RequestId, WorkerId
 from core.kv_spec import DType, KVSpec
@@ -16,7 +16,15 @@ FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
 }
+_DTYPES = frozenset(dtype.value for dtype in DType)
 FINISH_NAMES = {number: name for name, number in FINISH_REASONS.items()}
+
+
+def finish_name(reason: pb.FinishReason) -> str:
+    """Enums are open on the wire: raises EngineFailed for a value that this version does not know."""
+    if reason not in FINISH_NAMES:
+        raise EngineFailed(f"unknown finish reason {reason}")
+    return FINISH_NAMES[reason]
 
 
 def handoff_id_to_proto(handoff_id: HandoffId) -> pb.HandoffId:
@@ -68,6 +76,9 @@ def kv_spec_to_proto(spec: KVSpec) -> pb.KVSpec:
 
 
 def kv_spec_from_proto(message: pb.KVSpec) -> KVSpec:
+    """Raises EngineFailed for a dtype that this version does not know."""
+    if message.dtype not in _DTYPES:
+        raise EngineFailed(f"unknown dtype {message.dtype!r}")
     return KVSpec(
         num_layers=message.num_layers,
         num_kv_heads=message.num_kv_heads,
