@@ -7,12 +7,14 @@ An epoch is random and never reused, so it names the worker as well; readers dro
 """
 
 import asyncio
+import contextlib
 import logging
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.store import Store
+from core.clock import loop_time
 from core.ids import BlockHash, Epoch, WorkerId
 
 logger = logging.getLogger(__name__)
@@ -72,8 +74,12 @@ class BlockIndex:
 class BlockPublisher:
     """One worker's side: gathers its cache's changes and writes them in batches that no request waits for."""
 
-    def __init__(self, store: Store, worker_id: WorkerId, epoch: Epoch) -> None:
+    def __init__(
+        self, store: Store, worker_id: WorkerId, epoch: Epoch, refresh_s: float = ROW_LIFETIME_S / 2
+    ) -> None:
+        """Everything held is written anew every `refresh_s`, before its rows expire."""
         self._store = store
+        self._refresh_s = refresh_s
         self._worker_id = worker_id
         self._epoch = epoch
         self._holder = _HOLDER.pack(epoch, TIER_POOL)
@@ -94,11 +100,13 @@ class BlockPublisher:
 
     async def run(self) -> None:
         """Publish until cancelled; what Redis did not take is kept for the next try."""
+        refresh_at_s = loop_time() + self._refresh_s
         while True:
-            try:
-                async with asyncio.timeout(ROW_LIFETIME_S / 2):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(refresh_at_s):
                     await self._changed.wait()
-            except TimeoutError:
+            if loop_time() >= refresh_at_s:
+                refresh_at_s = loop_time() + self._refresh_s
                 await self.republish()
             self._changed.clear()
             while self._pending and await self._publish_batch():

@@ -1,10 +1,12 @@
 """Rows that operators look at: which handoffs are live and where. Written in batches that no request waits for."""
 
 import asyncio
+import contextlib
 from functools import partial
 from typing import Any
 
 from cluster.store import Store
+from core.clock import loop_time
 from core.ids import HandoffId
 
 FLUSH_S = 0.1
@@ -14,8 +16,10 @@ ROW_LIFETIME_S = 60
 class HandoffRows:
     """One gateway's live handoffs. A row exists from soon after its handoff began until soon after its end."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, refresh_s: float = ROW_LIFETIME_S / 2) -> None:
+        """The rows of live handoffs are written anew every `refresh_s`, before they expire."""
         self._store = store
+        self._refresh_s = refresh_s
         self._live: dict[HandoffId, dict[str, str]] = {}
         self._changed: set[HandoffId] = set()
         self._written: set[HandoffId] = set()
@@ -37,11 +41,17 @@ class HandoffRows:
 
     async def run(self) -> None:
         """Write until cancelled. A change that Redis did not take stays due, the latest state of it only."""
+        refresh_at_s = loop_time() + self._refresh_s
         while True:
-            await self._wake.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(refresh_at_s):
+                    await self._wake.wait()
+            if loop_time() >= refresh_at_s:
+                refresh_at_s = loop_time() + self._refresh_s
+                self._changed.update(self._live)
             self._wake.clear()
             due, self._changed = self._changed, set()
-            if not await self._store.call(partial(self._write, due=due)):
+            if due and not await self._store.call(partial(self._write, due=due)):
                 self._changed |= due
                 self._wake.set()
             await asyncio.sleep(FLUSH_S)

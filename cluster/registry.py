@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+from redis.exceptions import RedisError
 
 from cluster.store import Store
 from core.ids import WorkerId
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 3
 RENEW_S = 1.0
 MAX_EVENTS = 10_000
+MAX_IGNORED = 1000
 _RECORD = b"record"
 _EPOCH = b"epoch"
 
@@ -29,13 +31,15 @@ class Registry:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._ignored: set[bytes] = set()
 
     async def workers(self) -> list[WorkerRecord] | None:
-        """Every registered worker, or None when Redis does not answer. Rows that do not decode are skipped."""
+        """Every registered worker, or None when Redis does not answer. A row that is not what a worker of that id
+        would write is skipped, and that said once."""
         rows = await self._store.call(self._read_rows)
         if rows is None:
             return None
-        return [record for row in rows if (record := _decode(row)) is not None]
+        return [record for member, row in rows.items() if (record := self._decode(member, row)) is not None]
 
     async def loads(self, worker_ids: list[WorkerId]) -> dict[WorkerId, Load] | None:
         """The published loads, for those that only read (operators' tools); sessions carry fresher ones."""
@@ -52,20 +56,36 @@ class Registry:
         if values is None:
             return None
         pairs = zip(worker_ids, values, strict=True)
-        return {worker_id: msgspec.json.decode(value, type=Load) for worker_id, value in pairs if value}
+        loads = {worker_id: _decode_load(value) for worker_id, value in pairs}
+        return {worker_id: load for worker_id, load in loads.items() if load is not None}
 
-    async def _read_rows(self, redis: Any) -> list[dict[bytes, bytes]]:
+    async def _read_rows(self, redis: Any) -> dict[bytes, Any]:
         """The rows of all members; members without a row have expired and are dropped from the set."""
-        keys = self._store.keys
-        ids = sorted(member.decode() for member in await redis.smembers(keys.workers))
+        prefix = self._store.keys.worker(WorkerId("")).encode()
+        members = sorted(await redis.smembers(self._store.keys.workers))
         async with redis.pipeline(transaction=False) as pipe:
-            for worker_id in ids:
-                pipe.hgetall(keys.worker(WorkerId(worker_id)))
-            rows: list[dict[bytes, bytes]] = await pipe.execute()
-        gone = [worker_id for worker_id, row in zip(ids, rows, strict=True) if not row]
+            for member in members:
+                pipe.hgetall(prefix + member)
+            rows = dict(zip(members, await pipe.execute(raise_on_error=False), strict=True))
+        gone = [member for member, row in rows.items() if row == {}]
         if gone:
-            await redis.srem(keys.workers, *gone)
-        return [row for row in rows if row]
+            await redis.srem(self._store.keys.workers, *gone)
+        return {member: row for member, row in rows.items() if row != {}}
+
+    def _decode(self, member: bytes, row: Any) -> WorkerRecord | None:
+        """A row's record, checked field by field; None for anything else that stands there."""
+        try:
+            if isinstance(row, Exception):
+                raise row
+            record = msgspec.json.decode(row.get(_RECORD, b""), type=WorkerRecord)
+            _check(record, member)
+        except (msgspec.MsgspecError, RedisError, ValueError) as error:
+            if member not in self._ignored and len(self._ignored) < MAX_IGNORED:
+                self._ignored.add(member)
+                logger.warning("ignored the row of worker %r: %s", member, error)
+            return None
+        self._ignored.discard(member)
+        return record
 
 
 class Registration:
@@ -111,7 +131,7 @@ class Registration:
             pipe.expire(keys.load(record.worker_id), LEASE_S)
             pipe.sadd(keys.workers, record.worker_id)
             previous, *_ = await pipe.execute()
-        return previous is not None and int(previous) == record.epoch
+        return bool(previous == str(record.epoch).encode())
 
     async def _remove(self, redis: Any) -> None:
         keys, worker_id = self._store.keys, self._record.worker_id
@@ -131,10 +151,18 @@ def _encode(record: WorkerRecord) -> dict[str, bytes]:
     }
 
 
-def _decode(row: dict[bytes, bytes]) -> WorkerRecord | None:
-    """A row's record, checked field by field; None (and a log line) for anything else that stands there."""
+def _check(record: WorkerRecord, member: bytes) -> None:
+    """Raises ValueError for a record that types allow and a worker never writes."""
+    if record.worker_id.encode() != member:
+        raise ValueError(f"it is about {record.worker_id}")
+    spec = record.kv_spec
+    sizes = (spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.block_size, record.context_len)
+    if min(*sizes, record.vocab_size, record.num_blocks, record.max_batch) <= 0:
+        raise ValueError("a size is not positive")
+
+
+def _decode_load(value: bytes | None) -> Load | None:
     try:
-        return msgspec.json.decode(row.get(_RECORD, b""), type=WorkerRecord)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        logger.warning("ignored a worker row that does not decode: %s", error)
+        return msgspec.json.decode(value, type=Load) if value else None
+    except msgspec.MsgspecError:
         return None

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 class Outbox(Generic[Item]):
     """Items for the peer. Never blocks the one who puts; a peer that does not take them in time breaks the session:
-    then batches() raises WorkerLost and put() drops, as whatever the session carried is aborted anyway."""
+    then batches() ends and put() drops, as whatever the session carried is aborted anyway."""
 
     def __init__(
         self, max_bytes: int = MAX_OUTBOX_BYTES, max_age_s: float = MAX_OUTBOX_AGE_S, clock: Clock = loop_time
@@ -90,7 +90,8 @@ async def heard_within(messages: AsyncIterator[Item], silence_s: float = SILENCE
 class SessionHost(ABC, Generic[Command, Event]):
     """A worker's side of all its sessions. The variants say what a command does and what a session's end means."""
 
-    def __init__(self) -> None:
+    def __init__(self, silence_s: float = SILENCE_S) -> None:
+        self._silence_s = silence_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     @abstractmethod
@@ -118,7 +119,7 @@ class SessionHost(ABC, Generic[Command, Event]):
 
     async def _read(self, commands: AsyncIterator[Command | None], events: Outbox[Event]) -> None:
         try:
-            async for command in heard_within(commands):
+            async for command in heard_within(commands, self._silence_s):
                 if command is not None:
                     self.on_command(command, events)
         except WorkerLost as error:
@@ -127,8 +128,13 @@ class SessionHost(ABC, Generic[Command, Event]):
             events.close()
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run `work`, holding a reference to it until it ends."""
+        """Run `work`, holding a reference to it until it ends. An exception that it did not expect is logged."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed", task.get_coro(), exc_info=error)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from prometheus_client import Counter, Histogram
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from cluster.keys import Keys
 from core.clock import Clock, loop_time
@@ -23,6 +23,7 @@ Answer = TypeVar("Answer")
 CALL_LIMIT_S = 1.0
 FAILURES_TO_OPEN = 3
 OPEN_S = 1.0
+MAX_TOLD = 100
 
 CALLS = Histogram("tandem_redis_call_seconds", "Time of calls to Redis that answered.")
 FAILURES = Counter("tandem_redis_failures_total", "Calls to Redis that failed or came too late.", ["reason"])
@@ -38,17 +39,22 @@ class Store:
         self._clock = clock
         self._num_failures = 0
         self._open_until_s = 0.0
+        self._told: set[str] = set()
 
     async def call(
         self, make: Callable[[Any], Awaitable[Answer]], limit_s: float = CALL_LIMIT_S
     ) -> Answer | None:
-        """The answer of `make(redis)`, or None when there was none within `limit_s` or the breaker is open."""
+        """The answer of `make(redis)`, or None when there was none within `limit_s`, it was an error, or the breaker
+        is open."""
         if self._clock() < self._open_until_s:
             return None
         started_s = self._clock()
         try:
             async with asyncio.timeout(limit_s):
                 answer = await make(self.redis)
+        except ResponseError as error:
+            self._refused(error)
+            return None
         except (RedisError, OSError, TimeoutError) as error:
             self._failed(error)
             return None
@@ -69,6 +75,14 @@ class Store:
             logger.warning(
                 "Redis does not answer (%s): serving on the last view of the cluster", error or type(error)
             )
+
+    def _refused(self, error: Exception) -> None:
+        """Redis is there but what stands in it is not what was expected: said once for each kind."""
+        FAILURES.labels(reason=type(error).__name__).inc()
+        self._answered()
+        if str(error) not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(str(error))
+            logger.error("Redis refused a call: %s", error)
 
     def _answered(self) -> None:
         self._num_failures = 0

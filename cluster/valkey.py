@@ -9,6 +9,7 @@ from core.child import die_with_parent, free_port
 from core.errors import Unavailable
 
 START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 2.0
 MAX_TRIES = 5
 _READY = b"Ready to accept connections"
 
@@ -107,6 +108,13 @@ async def _drain(process: asyncio.subprocess.Process) -> None:
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.terminate()
+    """Gently, or not when it does not listen (it may be stopped)."""
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
         await process.wait()

@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.background import keep_running
 from cluster.block_index import BlockPublisher
 from cluster.registry import Registration
 from cluster.store import Store
@@ -86,16 +87,18 @@ class WorkerServer:
         """Serve until SIGTERM, SIGINT or the engine's end, drain, deregister; the exit status."""
         await self._start(services)
         registration = Registration(self.store, record, read_load, self.publisher.republish)
-        background = [asyncio.create_task(registration.run()), asyncio.create_task(self.publisher.run())]
+        loops = {"registration": registration.run, "publishing blocks": self.publisher.run}
+        background = [asyncio.create_task(keep_running(name, loop)) for name, loop in loops.items()]
         logger.info("%s %s serves on %s", record.role, record.worker_id, record.address)
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait([stopped, follow_engine], return_when=asyncio.FIRST_COMPLETED)
         engine_died = follow_engine.done()
         if engine_died:
-            logger.error("the engine process ended")
+            logger.error("the engine process ended", exc_info=follow_engine.exception())
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         for task in (*background, stopped):
             task.cancel()
+        await asyncio.gather(*background, stopped, return_exceptions=True)
         await registration.leave()
         if not engine_died:
             await self._drain(num_handoffs)
