@@ -9,7 +9,8 @@ from gateway.tokenizer import TextTokenizer
 
 
 class TextStream:
-    """Push tokens, show what push() returns. The pieces joined are the whole text; none of a stop string is in it."""
+    """Push tokens, show what push() returns. The pieces joined are the whole text, cut at the stop string that is
+    complete first (of those, the longest): however the text is split into tokens, none of it is shown."""
 
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
@@ -39,11 +40,12 @@ class TextStream:
         if self.is_stopped:
             return ""
         text = self._held + text
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             self.is_stopped = True
             self._held = ""
-            return text[: min(found)]
+            _, start = min(found)
+            return text[:start]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

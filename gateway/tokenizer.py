@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, ModelLoadError
 from gateway.tokenizer_files import TokenizerFiles
 
 # Stand-ins for control tokens spelled in client text while a template is rendered: private-use characters.
@@ -30,8 +30,8 @@ class TextTokenizer:
         controls = [
             token.content for token in files.tokenizer.get_added_tokens_decoder().values() if token.content
         ]
-        self._controls = sorted(controls, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
+        self._controls = [*sorted(controls, key=len, reverse=True), _MARK, _END]
+        self._control = re.compile("|".join(map(re.escape, self._controls)))
         self._template = _compile(files.chat_template) if files.chat_template else None
 
     @property
@@ -75,8 +75,8 @@ class TextTokenizer:
         return text
 
     def _disarm(self, text: str) -> str:
-        """Replace spelled control tokens by marks that the template passes through unchanged."""
-        text = text.replace(_MARK, "").replace(_END, "")
+        """Replace spelled control tokens, and what would be taken for marks, by marks that the template passes
+        through unchanged."""
         return self._control.sub(lambda match: f"{_MARK}{self._controls.index(match[0])}{_END}", text)
 
     def _encode_rendered(self, rendered: str) -> list[int]:
@@ -91,9 +91,15 @@ class TextTokenizer:
 
 
 def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    """Raises ModelLoadError when it is no template."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.globals["raise_exception"] = _raise
-    return environment.from_string(source)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ModelLoadError(f"the model's chat template is not understood: {error}") from error
 
 
 def _raise(message: str) -> Any:

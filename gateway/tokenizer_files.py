@@ -44,15 +44,30 @@ def _from_directory(path: Path) -> TokenizerFiles:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise ModelLoadError(f"{path} has no tokenizer.json")
-    tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    tokenizer = _parse(file)
     settings = _read_json(path / "tokenizer_config.json")
     template = settings.get("chat_template") or ""
     if (path / "chat_template.jinja").is_file():
         template = (path / "chat_template.jinja").read_text(encoding="utf-8")
     if isinstance(template, list):
-        template = next(entry["template"] for entry in template if entry["name"] == "default")
+        template = {entry["name"]: entry["template"] for entry in template}["default"]
     eos, bos = _token_text(settings.get("eos_token")), _token_text(settings.get("bos_token"))
-    return TokenizerFiles(tokenizer, template, bos, eos, _eos_ids(path, tokenizer, eos), False)
+    eos_ids = _eos_ids(path, tokenizer, eos)
+    return TokenizerFiles(tokenizer, template, bos, eos, eos_ids, _adds_bos(tokenizer, bos))
+
+
+def _parse(file: Path) -> Tokenizer:
+    text = file.read_text(encoding="utf-8")
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelLoadError(f"{file}: the tokenizer does not load: {error}") from error
+
+
+def _adds_bos(tokenizer: Tokenizer, bos: str) -> bool:
+    """Whether the tokenizer's own post-processor puts the beginning-of-sequence token before plain text."""
+    bos_id = tokenizer.token_to_id(bos) if bos else None
+    return bos_id is not None and tokenizer.encode("a", add_special_tokens=True).ids[0] == bos_id
 
 
 def _eos_ids(path: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:
@@ -76,7 +91,7 @@ def _token_text(value: Any) -> str:
 
 
 def _from_gguf(path: Path) -> TokenizerFiles:
-    metadata = read_metadata(path)
+    metadata: dict[str, Any] = dict(read_metadata(path))
 
     def get(name: str, default: Any = None) -> Any:
         return metadata.get(name, default)
@@ -84,9 +99,9 @@ def _from_gguf(path: Path) -> TokenizerFiles:
     kind = get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise ModelLoadError(f"{path}: tokenizer model {kind!r} is not supported; give the model's directory")
-    tokens: list[str] = get("tokenizer.ggml.tokens")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     tokenizer = _byte_level_bpe(
-        tokens, get("tokenizer.ggml.merges"), get("tokenizer.ggml.pre", "gpt-2"), path
+        tokens, metadata["tokenizer.ggml.merges"], get("tokenizer.ggml.pre", "gpt-2"), path
     )
     for token_id, token_type in enumerate(get("tokenizer.ggml.token_type", [])):
         if token_type in (_CONTROL_TOKEN, _USER_TOKEN):
