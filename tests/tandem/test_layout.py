@@ -1,0 +1,76 @@
+"""What `tandem serve` will run."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.layout import ServePlan, plan_gateway, plan_workers, split_cores
+
+PLAN = ServePlan(
+    model="m.gguf",
+    model_id=None,
+    num_prefill=1,
+    num_decode=2,
+    connector="shm",
+    http="127.0.0.1:0",
+    grpc="127.0.0.1:0",
+    redis_url="redis://x",
+    dtype="float32",
+    num_blocks=None,
+    block_size=16,
+    max_batch=8,
+    token_budget=256,
+)
+
+
+@given(
+    cores=st.lists(st.integers(0, 200), unique=True, min_size=1, max_size=32), num_workers=st.integers(1, 40)
+)
+def test_each_worker_has_a_core_and_none_is_shared_while_there_are_enough(cores, num_workers):
+    shares = split_cores(cores, num_workers)
+    assert len(shares) == num_workers
+    assert all(shares)
+    if num_workers <= len(cores):
+        assert [core for share in shares for core in share] == cores
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    else:
+        assert {core for share in shares for core in share} == set(cores)
+
+
+def options(command: tuple[str, ...]) -> dict[str, str]:
+    words = [word for word in command if word.startswith("--")]
+    return {word: command[command.index(word) + 1] for word in words}
+
+
+def test_workers_are_named_pinned_and_told_everything():
+    workers = plan_workers(PLAN, range(6))
+    assert [worker.name for worker in workers] == ["prefill-0", "decode-0", "decode-1"]
+    assert [worker.cores for worker in workers] == [(0, 1), (2, 3), (4, 5)]
+    told = options(workers[1].command)
+    assert told["--id"] == "decode-0"
+    assert told["--threads"] == "2"
+    assert (told["--connector"], told["--redis-url"], told["--dtype"]) == ("shm", "redis://x", "float32")
+    assert "--num-blocks" not in told
+    assert "--model-id" not in told
+    assert workers[1].command[3] == "decode"
+
+
+@pytest.mark.parametrize(("num_blocks", "expected"), [(None, None), (64, "64")])
+def test_options_that_were_not_given_are_left_to_the_worker(num_blocks, expected):
+    worker = plan_workers(replace(PLAN, num_blocks=num_blocks, model_id="mine"), [0])[0]
+    told = options(worker.command)
+    assert told.get("--num-blocks") == expected
+    assert told["--model-id"] == "mine"
+
+
+def test_the_gateway_knows_where_to_listen_and_what_to_write():
+    gateway = plan_gateway(PLAN, "/tmp/ready", [0, 1])
+    told = options(gateway.command)
+    assert (told["--http"], told["--grpc"], told["--ready-file"]) == (
+        "127.0.0.1:0",
+        "127.0.0.1:0",
+        "/tmp/ready",
+    )
+    assert gateway.cores == (0, 1)
