@@ -5,7 +5,7 @@ import importlib.metadata
 import tempfile
 from pathlib import Path
 
-from core.child import die_with_parent, free_port
+from core.child import dying_with_parent, free_port
 from core.errors import Unavailable
 
 START_TIMEOUT_S = 10.0
@@ -79,12 +79,9 @@ async def _spawn(port: int, directory: str) -> asyncio.subprocess.Process:
         "--appendonly",
         "no",
     ]
+    command = dying_with_parent([str(valkey_binary()), *options])
     return await asyncio.create_subprocess_exec(
-        valkey_binary(),
-        *options,
-        stdout=asyncio.subprocess.PIPE,
-        preexec_fn=die_with_parent,
-        start_new_session=True,
+        *command, stdout=asyncio.subprocess.PIPE, start_new_session=True
     )
 
 

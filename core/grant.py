@@ -87,7 +87,8 @@ class FirstToken:
 @dataclass(frozen=True, slots=True)
 class Seal:
     """The trailer that makes a transfer valid. `chain_hash` is that of the prompt's last full block (empty for a
-    prompt shorter than one) and must equal the decode worker's own. No runs means all was cached: still valid."""
+    prompt shorter than one) and must equal the decode worker's own. No runs means all was cached: still valid.
+    `connector` is the scheme that carried the blocks."""
 
     handoff_id: HandoffId
     prefill_worker_id: WorkerId
@@ -96,6 +97,7 @@ class Seal:
     num_tokens: int
     chain_hash: BlockHash
     first_tokens: tuple[FirstToken, ...]
+    connector: str = ""
     runs: tuple[RunDigest, ...] = ()
 
     def covers(self, num_blocks: int) -> bool:

@@ -35,20 +35,34 @@ class Granter:
 class DecodeHandoff:
     """Fed by the engine's events; `receive()` is the life of its transfer. One task runs it."""
 
-    def __init__(self, handoff_id: HandoffId) -> None:
+    def __init__(self, handoff_id: HandoffId, deadline_s: float) -> None:
         self.id = handoff_id
+        self._deadline_s = deadline_s
         self.lifetime = Handoff()
         self.grant: Grant | None = None
 
-    async def receive(self, receivers: ReceiverSet, timeout_s: float) -> Seal:
-        """The verified seal. Raises TransferFailed or DeadlineExceeded: nothing that arrived may be used."""
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the grant asks for."""
+        return len(self.grant.block_ids) if self.grant is not None else 0
+
+    async def receive(self, receivers: ReceiverSet) -> Seal:
+        """The verified seal, waited for as long as the request may take: whoever grants knows neither when the prompt
+        is computed nor when its transfer starts. Raises TransferFailed or DeadlineExceeded: nothing that arrived may
+        be used."""
         assert self.grant is not None, self.id
         self.lifetime.advance(HandoffState.RECEIVING)
-        seal = await receivers.wait_sealed(self.id, timeout_s)
+        seal = await receivers.wait_sealed(self.id, self._deadline_s)
         if not seal.first_tokens:
             raise TransferFailed("the seal has no first token")
         self.lifetime.advance(HandoffState.SEALED)
+        self.lifetime.advance(HandoffState.DECODING)
         return seal
+
+    def finish(self) -> None:
+        """The last token was made. A request that is prefilled here has no grant and no transfer to have ended."""
+        if self.grant is not None:
+            self.lifetime.advance(HandoffState.FINISHED)
 
     async def cancel(self, receivers: ReceiverSet) -> bool:
         """Stop receiving. True once nothing writes into the granted blocks any more."""

@@ -29,6 +29,7 @@ from engine.scheduler import Progress, Work
 from engine.sequence import Sequence
 
 MAX_QUEUED_RESERVES = 256
+MAX_LOCAL_TOKENS = 1024
 SUSPEND_LIMIT_S = 60.0
 
 
@@ -102,10 +103,28 @@ class DecodeTier:
             return
         if not scheduler.can_run(sequence, min(max_len, scheduler.limits.context_len)):
             self._refuse(command.id, ErrorCode.INVALID, f"{max_len} tokens do not fit the decode worker")
+        elif command.is_local:
+            self._prefill_locally(sequence)
         elif len(self._queue) >= MAX_QUEUED_RESERVES:
             self._refuse(command.id, ErrorCode.BUSY, "the queue of reserves is full")
         else:
             self._queue.append((scheduler.clock() + command.wait_s, command))
+
+    def _prefill_locally(self, sequence: Sequence) -> None:
+        """Queue a prompt to be computed in chunks between the other sequences' tokens: only a short one may."""
+        scheduler = self.engine.scheduler
+        cached = scheduler.pool.lookup(scheduler.full_chain(sequence, len(sequence.tokens) - 1))
+        num_uncached = len(sequence.tokens) - len(cached) * scheduler.limits.block_size
+        if num_uncached > MAX_LOCAL_TOKENS:
+            message = (
+                f"{num_uncached} uncached tokens are more than the {MAX_LOCAL_TOKENS} prefilled on decode"
+            )
+            self._refuse(sequence.id, ErrorCode.BUSY, message)
+        elif scheduler.num_free_places <= 0 or len(scheduler.waiting) >= MAX_QUEUED_RESERVES:
+            self._refuse(sequence.id, ErrorCode.BUSY, "no place in the batch")
+        else:
+            self._running[sequence.id] = sequence
+            scheduler.submit(sequence)
 
     def _is_known(self, handoff_id: HandoffId) -> bool:
         tables = (self._reserved, self._running, self._quarantined)

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from cluster.block_index import BlockPublisher
 from cluster.session import Outbox, SessionHost
 from core.errors import Cancelled, StaleEpoch, TandemError, error_from
-from core.handoff import HandoffState
 from core.ids import HandoffId
 from core.load import Load
 from core.tombstones import Tombstones
@@ -34,7 +33,6 @@ from proto import session_pb2 as pb
 
 logger = logging.getLogger(__name__)
 TOMBSTONE_S = 600.0
-TRANSFER_TIMEOUT_S = 60.0
 Events = Outbox[pb.DecodeEvent]
 
 
@@ -63,6 +61,7 @@ class DecodeService(SessionHost[pb.DecodeCommand, pb.DecodeEvent], session_pb2_g
         self._granter = granter
         self._publisher = publisher
         self._receivers = granter.receivers
+        self._block_bytes = convert.kv_spec_from_proto(hello.kv_spec).block_bytes
         self._entries: dict[HandoffId, _Entry] = {}
         self._over = Tombstones(TOMBSTONE_S)
         self.load = Load()
@@ -99,24 +98,30 @@ class DecodeService(SessionHost[pb.DecodeCommand, pb.DecodeEvent], session_pb2_g
         elif handoff_id in self._over:
             self._put_failed(handoff_id, Cancelled("aborted before it was reserved"), events)
         elif handoff_id not in self._entries:
-            self._entries[handoff_id] = _Entry(DecodeHandoff(handoff_id), events)
+            self._entries[handoff_id] = _Entry(DecodeHandoff(handoff_id, reserve.deadline_s), events)
             params = convert.sampling_from_proto(reserve.sampling)
             prompt, output = list(reserve.prompt_ids), list(reserve.output_ids)
-            self._engine.send(Reserve(handoff_id, prompt, output, params, reserve.wait_s, reserve.credit))
+            self._engine.send(
+                Reserve(handoff_id, prompt, output, params, reserve.wait_s, reserve.credit, reserve.is_local)
+            )
 
     async def _receive(self, entry: _Entry) -> None:
         """Blocks arrive, the seal proves them, decoding starts: no earlier."""
         handoff = entry.handoff
         try:
-            seal = await handoff.receive(self._receivers, TRANSFER_TIMEOUT_S)
+            seal = await handoff.receive(self._receivers)
         except TandemError as error:
             self._fail(entry, error)
             return
-        handoff.lifetime.advance(HandoffState.DECODING)
         self._engine.send(Activate(handoff.id, list(seal.first_tokens)))
         tokens = [convert.first_token_to_proto(token) for token in seal.first_tokens]
         handoff_id = convert.handoff_id_to_proto(handoff.id)
-        verified = pb.DecodeSealVerified(handoff_id=handoff_id, first_tokens=tokens)
+        verified = pb.DecodeSealVerified(
+            handoff_id=handoff_id,
+            first_tokens=tokens,
+            num_bytes=handoff.num_blocks * self._block_bytes,
+            connector=seal.connector,
+        )
         entry.events.put(pb.DecodeEvent(seal_verified=verified))
 
     def _abort(self, handoff_id: HandoffId, events: Events) -> None:
@@ -172,7 +177,7 @@ class DecodeService(SessionHost[pb.DecodeCommand, pb.DecodeEvent], session_pb2_g
             case Token():
                 entry.events.put(_token(event))
                 if event.finish_reason:
-                    entry.handoff.lifetime.advance(HandoffState.FINISHED)
+                    entry.handoff.finish()
                     self._forget(event.id)
             case WorkFailed():
                 self._forget(event.id)

@@ -28,13 +28,15 @@ class Release(Command, frozen=True, tag=True):
 
 
 class Reserve(Command, frozen=True, tag=True):
-    """Decode: hold blocks and a batch place. Waits at most `wait_s` for room."""
+    """Decode: hold blocks and a batch place. Waits at most `wait_s` for room. When `is_local`, compute the prompt
+    here instead: tokens follow from the first one on."""
 
     prompt_ids: list[int]
     output_ids: list[int]
     params: SamplingParams
     wait_s: float
     credit: int
+    is_local: bool = False
 
 
 class Activate(Command, frozen=True, tag=True):

@@ -10,7 +10,16 @@ the attempt ends, everything still live on either worker is aborted.
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from core.errors import Busy, Cancelled, DeadlineExceeded, TransferFailed, Unavailable, WorkerLost
+from core.clock import loop_time
+from core.errors import (
+    Busy,
+    Cancelled,
+    DeadlineExceeded,
+    TandemError,
+    TransferFailed,
+    Unavailable,
+    WorkerLost,
+)
 from core.ids import HandoffId
 from core.worker import WorkerRecord
 from gateway.fleet import Fleet
@@ -24,6 +33,7 @@ from proto import types_pb2 as types
 
 CREDIT_TOKENS = 256
 RESERVE_WAIT_S = 30.0
+VERIFY_LIMIT_S = 10.0
 
 
 class Attempt:
@@ -34,9 +44,10 @@ class Attempt:
         live: Live,
         committed: Sequence[int],
         fleet: Fleet,
-        prefill: WorkerRecord,
+        prefill: WorkerRecord | None,
         decode: Sequence[WorkerRecord],
     ) -> None:
+        """Without a prefill worker the decode worker computes the prompt itself, if it is short enough for that."""
         self.id = HandoffId(live.request.request_id, live.report.num_attempts)
         self._request = live.request
         self._committed = tuple(committed)
@@ -45,13 +56,15 @@ class Attempt:
         self._report = live.report
         self._inbox: Inbox = asyncio.Queue()
         self._cancelled = live.cancelled
-        self._prefill: WorkerLink | None = fleet.link(prefill)
+        self._prefill: WorkerLink | None = fleet.link(prefill) if prefill is not None else None
+        self._is_local = prefill is None
         self._decode: WorkerLink | None = None
         self._candidates = list(decode)
         self._first: types.FirstToken | None = None
         self._next_position = len(committed)
         self._credit = CREDIT_TOKENS
         self._has_pending = True
+        self._verify_by_s: float | None = None
         self._is_granted = False
         self._is_over = False
 
@@ -73,17 +86,26 @@ class Attempt:
         self._inbox.put_nowait(CANCELLED)
 
     async def _next_event(self) -> FromWorker:
-        left_s = self._request.deadline_s - self._clock.since(Mark.ARRIVED)
         try:
-            async with asyncio.timeout(left_s):
+            async with asyncio.timeout(self._left_s()):
                 event = await self._inbox.get()
         except TimeoutError:
-            raise DeadlineExceeded(f"not done within {self._request.deadline_s:g} s") from None
+            raise self._too_late() from None
         if isinstance(event, Cancel):
             raise Cancelled("aborted on request")
         if isinstance(event, LinkLost):
             raise WorkerLost(f"{event.worker.worker_id}: {event.reason}")
         return event
+
+    def _left_s(self) -> float:
+        """Until the request's deadline, or that of its seal once that was sent."""
+        request_s = self._request.deadline_s - self._clock.since(Mark.ARRIVED)
+        return request_s if self._verify_by_s is None else min(request_s, self._verify_by_s - loop_time())
+
+    def _too_late(self) -> TandemError:
+        if self._clock.since(Mark.ARRIVED) >= self._request.deadline_s:
+            return DeadlineExceeded(f"not done within {self._request.deadline_s:g} s")
+        return TransferFailed(f"the seal was not verified within {VERIFY_LIMIT_S:g} s")
 
     def _on_event(self, event: FromWorker) -> list[OutputToken]:
         """Act on one event; returns the tokens that it makes available."""
@@ -95,8 +117,7 @@ class Attempt:
             case "granted":
                 return self._on_granted(event.body)
             case "sealed":
-                self._report.num_kv_bytes += event.body.num_bytes
-                self._report.connector = event.body.connector
+                self._verify_by_s = loop_time() + VERIFY_LIMIT_S
             case "seal_verified":
                 return self._on_seal_verified(event.body)
             case "token":
@@ -108,7 +129,10 @@ class Attempt:
         return []
 
     def _start(self) -> None:
-        assert self._prefill is not None
+        if self._prefill is None:
+            self._clock.mark(Mark.STARTED)
+            self._reserve_next()
+            return
         self._report.prefill_worker_id = self._prefill.record.worker_id
         self._report.state = "prefill"
         self._prefill.subscribe(self.id, self._inbox)
@@ -136,6 +160,8 @@ class Attempt:
     def _reserve_next(self) -> None:
         """Ask the next candidate for blocks: at once, but the last one may let us wait for room."""
         if not self._candidates:
+            if self._is_local:
+                raise Unavailable("no prefill worker is left, and decode workers only take short prompts")
             raise Busy("no decode worker has room")
         record = self._candidates.pop(0)
         try:
@@ -152,6 +178,7 @@ class Attempt:
             deadline_s=self._request.deadline_s,
             wait_s=0.0 if self._candidates else RESERVE_WAIT_S,
             credit=CREDIT_TOKENS,
+            is_local=self._is_local,
         )
         self._decode.send(pb.DecodeCommand(reserve=reserve))
 
@@ -186,7 +213,10 @@ class Attempt:
     def _on_seal_verified(self, verified: pb.DecodeSealVerified) -> list[OutputToken]:
         """The decode worker has it all: the prefill side ends. Its first token must be the one already streamed."""
         self._clock.mark(Mark.VERIFIED)
+        self._verify_by_s = None
         self._report.state = "decode"
+        self._report.num_kv_bytes += verified.num_bytes
+        self._report.connector = verified.connector
         sealed = verified.first_tokens[0]
         if self._first is not None and self._first.token_id != sealed.token_id:
             raise TransferFailed("the seal names another first token than prefill did")
@@ -198,9 +228,7 @@ class Attempt:
         return self._commit_first()
 
     def _on_token(self, token: pb.DecodeToken) -> list[OutputToken]:
-        if not self._clock.has(Mark.SECOND_TOKEN):
-            self._clock.mark(Mark.STEP_BEGAN, self._clock.since(Mark.VERIFIED) - token.queue_s)
-            self._clock.mark(Mark.SECOND_TOKEN)
+        self._mark_token(token)
         self._report.num_preemptions = token.num_preemptions
         self._spend_credit(token)
         reason = token.finish_reason
@@ -208,6 +236,18 @@ class Attempt:
             self._leave_decode()
             self._is_over = True
         return self._accept(token.choice, token.position, token.token_id, token.logprob, reason)
+
+    def _mark_token(self, token: pb.DecodeToken) -> None:
+        """The first two tokens end stages; without a handoff the first one ends all up to the verified seal."""
+        if self._is_local and self._next_position == token.position and not self._clock.has(Mark.FIRST_TOKEN):
+            assert self._decode is not None
+            self._report.decode_worker_id = self._decode.record.worker_id
+            self._report.state = "decode"
+            for mark in (Mark.FIRST_TOKEN, Mark.GRANTED, Mark.VERIFIED):
+                self._clock.mark(mark)
+        elif not self._clock.has(Mark.SECOND_TOKEN):
+            self._clock.mark(Mark.STEP_BEGAN, self._clock.since(Mark.VERIFIED) - token.queue_s)
+            self._clock.mark(Mark.SECOND_TOKEN)
 
     def _spend_credit(self, token: pb.DecodeToken) -> None:
         """Top up when half is used. Runs as tokens are taken by the client, so a slow one holds only itself back."""

@@ -84,7 +84,7 @@ class Fleet:
     async def _look(self) -> None:
         try:
             records = await self._registry.workers()
-        except Exception:  # noqa: BLE001 - the top of discovery: it must go on whatever Redis answered
+        except Exception:
             logger.exception("looking for workers failed")
             return
         if records is not None:

@@ -21,6 +21,12 @@ class GatewayMetrics:
         self.retries = Counter(
             "tandem_retries", "Attempts after the first, by cause.", ["cause"], registry=registry
         )
+        self.local_prefills = Counter(
+            "tandem_local_prefills",
+            "Prompts computed on a decode worker, by cause.",
+            ["cause"],
+            registry=registry,
+        )
         self.live = Gauge("tandem_live_requests", "Requests being served.", registry=registry)
         self.prompt_tokens = Counter(
             "tandem_prompt_tokens", "Prompt tokens of ended requests.", registry=registry

@@ -39,9 +39,8 @@ class Orchestrator:
 
     def begin(self, request: GenerationRequest) -> "Generation":
         """Admit a request or refuse it before any work. Raises Unavailable or Busy."""
-        for role in Role:
-            if not self._fleet.candidates(role):
-                raise Unavailable(f"no {role} worker is connected")
+        if not self._fleet.candidates(Role.DECODE):
+            raise Unavailable("no decode worker is connected")
         if len(self.live) >= MAX_LIVE_REQUESTS:
             raise Busy(f"{MAX_LIVE_REQUESTS} requests are running")
         return Generation(self, request)
@@ -63,9 +62,10 @@ class Orchestrator:
         while True:
             live.report.num_attempts += 1
             try:
-                prefill, decode = await self._route(live.request, len(committed))
+                prefill, decode = await self._route(live, len(committed))
                 attempt = Attempt(live, committed, self._fleet, prefill, decode)
-                self._rows.update(attempt.id, live.report.state, prefill.worker_id, decode[0].worker_id)
+                prefill_id = prefill.worker_id if prefill is not None else ""
+                self._rows.update(attempt.id, live.report.state, prefill_id, decode[0].worker_id)
                 try:
                     async for token in attempt.tokens():
                         committed.append(token.token_id)
@@ -79,16 +79,19 @@ class Orchestrator:
                 self._note_retry(live, error)
                 await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _route(
-        self, request: GenerationRequest, num_committed: int
-    ) -> tuple[WorkerRecord, list[WorkerRecord]]:
-        """One prefill worker and the decode workers in order of preference, from what is known now."""
+    async def _route(self, live: Live, num_committed: int) -> tuple[WorkerRecord | None, list[WorkerRecord]]:
+        """One prefill worker and the decode workers in order of preference, from what is known now. No prefill
+        worker: the decode worker computes the prompt, counted and reported. Raises WorkerLost without any."""
+        request = live.request
         overlap = await self._index.longest_prefix(request.chain)
         num_tokens = len(request.prompt_ids) + num_committed
         prefill = choose_prefill(self._fleet.candidates(Role.PREFILL), num_tokens, overlap)
         decode = rank_decode(self._fleet.candidates(Role.DECODE), num_tokens + 1, overlap)
-        if prefill is None or not decode:
-            raise WorkerLost("no prefill worker is left" if prefill is None else "no decode worker is left")
+        if not decode:
+            raise WorkerLost("no decode worker is left")
+        if prefill is None:
+            live.report.causes.append("no_prefill_worker")
+            self._metrics.local_prefills.labels(cause="no_prefill_worker").inc()
         return prefill, decode
 
     def _note_retry(self, live: Live, error: TandemError) -> None:
@@ -136,4 +139,5 @@ class Generation:
             connector=report.connector,
             kv_bytes=report.num_kv_bytes,
             num_attempts=report.num_attempts,
+            causes=tuple(report.causes),
         )

@@ -103,10 +103,11 @@ class Serving:
         limits = []
         for role in Role:
             records = [candidate.record for candidate in self.fleet.candidates(role)]
-            if not records:
-                raise Unavailable(f"no {role} worker is connected")
-            pools = max(record.num_blocks * record.kv_spec.block_size for record in records)
-            limits.append(min(pools, *(record.context_len for record in records)))
+            if not records and role is Role.DECODE:
+                raise Unavailable("no decode worker is connected")
+            if records:
+                pools = max(record.num_blocks * record.kv_spec.block_size for record in records)
+                limits.append(min(pools, *(record.context_len for record in records)))
         return min(limits)
 
     async def tokenize(self, prompt: Prompt) -> list[int]:

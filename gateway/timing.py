@@ -31,7 +31,7 @@ STAGES = ("queue_s", "prefill_s", "grant_wait_s", "transfer_s", "decode_queue_s"
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Durations of a request's stages and what served it. `connector` and `decode_worker_id` are empty when the
-    first token ended the request."""
+    first token ended the request; `causes` says what did not go the usual way (retries, local prefill)."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -47,6 +47,7 @@ class Timing:
     connector: str = ""
     kv_bytes: int = 0
     num_attempts: int = 1
+    causes: tuple[str, ...] = ()
 
 
 class StageClock:
@@ -66,17 +67,18 @@ class StageClock:
         return self._clock() - self._marks[mark]
 
     def durations(self) -> dict[str, float]:
-        """Seconds by stage name, with total_s and time_to_first_token_s. Marks the end if that is not done."""
+        """Seconds by stage name, with total_s and time_to_first_token_s. Marks the end if that is not done; the stage
+        that it came in is the last one."""
         self.mark(Mark.ENDED)
         end_s = self._marks[Mark.ENDED]
         reached_s = start_s = self._marks[Mark.ARRIVED]
         durations: dict[str, float] = {}
+        last = max(mark for mark in self._marks if mark is not Mark.ENDED)
         for stage, mark in zip(STAGES, list(Mark)[1:], strict=True):
-            at_s = min(max(self._marks.get(mark, reached_s), reached_s), end_s)
+            marked_s = end_s if mark > last else self._marks.get(mark, reached_s)
+            at_s = min(max(marked_s, reached_s), end_s)
             durations[stage] = at_s - reached_s
             reached_s = at_s
-        last = next(stage for stage in reversed(STAGES) if durations[stage] or stage == STAGES[0])
-        durations[last] += end_s - reached_s
         durations["total_s"] = end_s - start_s
         seen_s = max(self._marks.get(Mark.FIRST_TOKEN, end_s), self._marks.get(Mark.GRANTED, start_s))
         durations["time_to_first_token_s"] = min(seen_s, end_s) - start_s

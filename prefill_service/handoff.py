@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from core.errors import TransferFailed
 from core.grant import Grant, Seal
 from core.ids import BlockId, HandoffId
 from engine.messages import First
@@ -53,6 +54,7 @@ class PrefillHandoff:
     ) -> Delivered | None:
         """Send the granted blocks as they are computed, then the seal. None when the first token ended the request:
         then there is no seal, decode must not go on. Raises TransferFailed."""
+        self._check(grant)
         address = senders.choose(grant.addresses)
         opened = self._transfer = await senders.open(grant, address)
         position = 0
@@ -63,12 +65,19 @@ class PrefillHandoff:
         first = await self._wait_first()
         if all(token.is_finished for token in first.first_tokens):
             return None
-        await opened.seal(self._make_seal(first, grant, identity))
+        await opened.seal(self._make_seal(first, grant, identity, scheme_of(address)))
         return Delivered(opened.num_bytes_sent, scheme_of(address))
 
     async def cancel(self) -> bool:
         """Stop sending. True once nothing of it touches any pool."""
         return self._transfer is None or await self._transfer.cancel()
+
+    def _check(self, grant: Grant) -> None:
+        """Raises TransferFailed unless the grant asks for exactly the blocks of this prompt after the cached ones."""
+        num_cached, rest = divmod(grant.num_cached_tokens, self._block_size)
+        num_blocks = -(-self.num_tokens // self._block_size) - num_cached
+        if (grant.num_prompt_tokens, rest, len(grant.block_ids)) != (self.num_tokens, 0, num_blocks):
+            raise TransferFailed(f"{self.id}: the grant is not for a prompt of {self.num_tokens} tokens")
 
     async def _wait_ready(self, grant: Grant, position: int) -> int:
         """How many of the grant's blocks can be sent, once that is more than `position`."""
@@ -96,7 +105,7 @@ class PrefillHandoff:
             await self._wait_change()
         return self._first
 
-    def _make_seal(self, first: First, grant: Grant, identity: Identity) -> Seal:
+    def _make_seal(self, first: First, grant: Grant, identity: Identity, connector: str) -> Seal:
         return Seal(
             handoff_id=self.id,
             prefill_worker_id=identity.worker_id,
@@ -105,6 +114,7 @@ class PrefillHandoff:
             num_tokens=self.num_tokens,
             chain_hash=first.chain_hash,
             first_tokens=tuple(first.first_tokens),
+            connector=connector,
         )
 
     async def _wait_change(self) -> None:

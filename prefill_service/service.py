@@ -164,7 +164,8 @@ class PrefillService(SessionHost[pb.PrefillCommand, pb.PrefillEvent], session_pb
         logger.warning("handoff %s failed: %s", entry.handoff.id, error)
         self._put_failed(entry.handoff.id, error, entry.events)
         self._over.add(entry.handoff.id)
-        entry.task = None
+        if entry.task is asyncio.current_task():
+            entry.task = None  # the delivery itself failed: it is ending, and must not wait for itself
         if entry.ending is None:
             entry.ending = self.spawn(self._end(entry))
 

@@ -178,7 +178,7 @@ class DecodeCommand(_message.Message):
     def __init__(self, hello: _Optional[_Union[GatewayHello, _Mapping]] = ..., reserve: _Optional[_Union[DecodeReserve, _Mapping]] = ..., credit: _Optional[_Union[DecodeCredit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class DecodeReserve(_message.Message):
-    __slots__ = ("handoff_id", "worker", "prompt_ids", "output_ids", "sampling", "deadline_s", "wait_s", "credit")
+    __slots__ = ("handoff_id", "worker", "prompt_ids", "output_ids", "sampling", "deadline_s", "wait_s", "credit", "is_local")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +187,7 @@ class DecodeReserve(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
+    IS_LOCAL_FIELD_NUMBER: _ClassVar[int]
     handoff_id: _types_pb2.HandoffId
     worker: _types_pb2.WorkerIdentity
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -195,7 +196,8 @@ class DecodeReserve(_message.Message):
     deadline_s: float
     wait_s: float
     credit: int
-    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., credit: _Optional[int] = ...) -> None: ...
+    is_local: bool
+    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., credit: _Optional[int] = ..., is_local: _Optional[bool] = ...) -> None: ...
 
 class DecodeCredit(_message.Message):
     __slots__ = ("handoff_id", "num_tokens")
@@ -236,12 +238,16 @@ class DecodeGranted(_message.Message):
     def __init__(self, grant: _Optional[_Union[_types_pb2.Grant, _Mapping]] = ...) -> None: ...
 
 class DecodeSealVerified(_message.Message):
-    __slots__ = ("handoff_id", "first_tokens")
+    __slots__ = ("handoff_id", "first_tokens", "num_bytes", "connector")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     handoff_id: _types_pb2.HandoffId
     first_tokens: _containers.RepeatedCompositeFieldContainer[_types_pb2.FirstToken]
-    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[_types_pb2.FirstToken, _Mapping]]] = ...) -> None: ...
+    num_bytes: int
+    connector: str
+    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[_types_pb2.FirstToken, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., connector: _Optional[str] = ...) -> None: ...
 
 class DecodeToken(_message.Message):
     __slots__ = ("handoff_id", "choice", "position", "token_id", "logprob", "finish_reason", "queue_s", "num_preemptions")

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.valkey import EmbeddedValkey
-from core.child import die_with_parent
+from core.child import dying_with_parent
 from core.model_path import public_name
 from core.ready_file import write_ready_file
 from tandem.layout import ChildPlan, ServePlan, plan_gateway, plan_workers
@@ -65,18 +65,11 @@ class Child:
             await process.wait()
 
     async def _run_once(self) -> int:
-        cores = self.plan.cores
-
-        def prepare() -> None:
-            die_with_parent()
-            os.sched_setaffinity(0, cores)
-
         threads = str(self.plan.num_threads)
         limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
         self._process = await asyncio.create_subprocess_exec(
-            *self.plan.command,
+            *dying_with_parent(self.plan.command, self.plan.cores),
             env={**os.environ, **limits},
-            preexec_fn=prepare,
             start_new_session=True,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -14,7 +14,7 @@ from typing import Any, Self
 import httpx
 
 from cluster.valkey import EmbeddedValkey
-from core.child import die_with_parent
+from core.child import dying_with_parent
 from core.errors import Unavailable
 from core.worker import Role
 
@@ -43,11 +43,10 @@ class ManagedProcess:
     async def start(self) -> None:
         with self.log.open("ab") as sink:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "tandem.cli", *self.arguments),
+                *dying_with_parent([sys.executable, "-m", "tandem.cli", *self.arguments]),
                 stdout=sink,
                 stderr=sink,
                 env=self._environment,
-                preexec_fn=die_with_parent,
                 start_new_session=True,
             )
 
@@ -73,7 +72,7 @@ class ManagedProcess:
 
 
 class LocalCluster:
-    """Valkey, workers and a gateway, as an async context manager; `processes` are by name (`prefill-0`, `gateway`)."""
+    """Valkey, workers and a gateway, as an async context manager; `processes` are by name (`prefill-0`, ...)."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """`make chaos SEED=n`: a real cluster of processes under load while things are killed, paused, delayed, corrupted and
-cut off. Prints what was done and how it was absorbed; exits 1 unless every request had one end, every answer is that of
-one process, every block came back, nothing hung and nothing grew without bound."""
+cut off. Prints what was done and how it was absorbed; exits 1 unless every request had one end, every answer is that
+of one process, every block came back, nothing hung and nothing grew without bound."""
 
 import argparse
 import asyncio
@@ -92,7 +92,7 @@ class Chaos:
             request = asyncio.create_task(self._one())
             request.add_done_callback(lambda _: gate.release())
             requests.append(request)
-            await asyncio.sleep(self.random.expovariate(8.0))
+            await asyncio.sleep(self.random.expovariate(12.0))
         while not asking.done():
             requests.append(asyncio.create_task(self._one()))
             await asyncio.sleep(0.3)
@@ -202,7 +202,7 @@ class Chaos:
         await self._wait_up(name)
 
     async def _wait_up(self, name: str) -> None:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(40):
             while name not in {w["record"]["worker_id"] for w in await self.cluster.workers() if w["is_up"]}:
                 await asyncio.sleep(0.1)
 

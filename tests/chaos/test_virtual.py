@@ -1,13 +1,14 @@
 """Random harm to a whole virtual cluster, shrunk by hypothesis when something is wrong. After each history: every
-request had exactly one end, its tokens are those of one process or it has a typed error that the harm explains, and every
-block of every living worker is free or cached again."""
+request had exactly one end, its tokens are those of one process or it has a typed error that the harm explains, and
+every block of every living worker is free or cached again."""
 
 import asyncio
 import logging
+import os
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -40,6 +41,7 @@ FAULTS = st.sampled_from(
     ]
 )
 TOTALS: Counter[str] = Counter()
+SHRINKS = "CHAOS_SHRINK" in os.environ  # minutes: for whoever looks for the cause
 
 
 class ClusterUnderHarm(RuleBasedStateMachine):
@@ -177,6 +179,7 @@ def run(num_examples: int, num_steps: int) -> None:
                 stateful_step_count=40,
                 deadline=None,
                 derandomize=True,
+                phases=(Phase.generate, Phase.shrink) if SHRINKS else (Phase.generate,),
                 database=None,
                 suppress_health_check=list(HealthCheck),
             ),

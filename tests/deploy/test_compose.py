@@ -19,7 +19,7 @@ import pytest_asyncio
 import yaml
 
 from cluster.valkey import EmbeddedValkey, valkey_binary
-from core.child import die_with_parent, free_port
+from core.child import dying_with_parent, free_port
 from engine.testing import make_tiny_model
 from proto import client_pb2 as pb
 from proto import client_pb2_grpc
@@ -217,7 +217,7 @@ async def test_redis_starts_with_the_options_it_is_given(tmp_path):
     assert server == "valkey-server"
     here = ["--bind", "127.0.0.1", "--port", str(free_port()), "--dir", str(tmp_path)]
     process = await asyncio.create_subprocess_exec(
-        valkey_binary(), *options, *here, stdout=asyncio.subprocess.PIPE, preexec_fn=die_with_parent
+        *dying_with_parent([str(valkey_binary()), *options, *here]), stdout=asyncio.subprocess.PIPE
     )
     try:
         async with asyncio.timeout(10):

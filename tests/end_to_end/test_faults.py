@@ -43,15 +43,30 @@ async def test_an_idle_prefill_worker_can_be_replaced_without_touching_anything_
     async with start_cluster() as cluster, connect(cluster) as client:
         await client.generate(PROMPT, 4)
         await cluster.processes["prefill-0"].kill()
-        await cluster.wait_workers(["decode-0"])
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client.generate(PROMPT, 4)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await cluster.add_worker(Role.PREFILL, "prefill-1")
         await cluster.wait_workers(["decode-0", "prefill-1"])
         answer = await client.generate(PROMPT, 8)
         assert answer.token_ids == oracle(PROMPT, max_tokens=8)
         assert answer.last.timing.prefill_worker_id == "prefill-1"
+        assert list(answer.last.timing.causes) == []
+
+
+async def test_without_a_prefill_worker_short_prompts_are_prefilled_on_decode_and_long_ones_refused(
+    start_cluster, connect, oracle
+):
+    async with start_cluster(num_prefill=1) as cluster, connect(cluster) as client:
+        await cluster.processes["prefill-0"].kill()
+        await cluster.wait_workers(["decode-0"])
+        answers = await asyncio.gather(*(client.generate([i, *PROMPT], 40) for i in range(4)))
+        for index, answer in enumerate(answers):
+            assert answer.token_ids == oracle([index, *PROMPT], max_tokens=40)
+            assert list(answer.last.timing.causes) == ["no_prefill_worker"]
+            assert answer.last.timing.prefill_worker_id == ""
+            assert answer.last.timing.kv_bytes == 0
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.generate([random.Random(2).randrange(256) for _ in range(1500)], 4)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await cluster.wait_idle()
 
 
 async def test_streams_of_a_killed_decode_worker_continue_on_another(start_cluster, connect, oracle):
@@ -64,6 +79,7 @@ async def test_streams_of_a_killed_decode_worker_continue_on_another(start_clust
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.token_ids == oracle(prompt, max_tokens=400)
         assert max(answer.last.timing.num_attempts for answer in answers) == 2
+        assert any("worker_lost" in answer.last.timing.causes for answer in answers)
         await cluster.wait_idle()
 
 
