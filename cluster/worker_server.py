@@ -65,8 +65,11 @@ class WorkerServer:
         self._stop = asyncio.Event()
 
     def bind(self, shape: WorkerShape) -> WorkerRecord:
-        """Take the port; what this incarnation says of itself. Raises RuntimeError when the port is taken."""
-        port = self.server.add_insecure_port(self.config.listen)
+        """Take the port; what this incarnation says of itself. Raises OSError when the port is taken."""
+        try:
+            port = self.server.add_insecure_port(self.config.listen)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {self.config.listen}: {error}") from error
         return WorkerRecord(
             worker_id=self.config.worker_id,
             epoch=self.epoch,

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.engine_geometry import EngineGeometry
 from engine.engine_process import EngineProcess
 from kv_transfer.base import Identity, TransferOptions
-from kv_transfer.connectors import create_receivers
+from kv_transfer.connectors import check_connector, create_receivers
 from proto import convert, session_pb2, session_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     """Until told to stop; the exit status. Raises ModelLoadError and ValueError for a wrong configuration."""
+    check_connector(config.connector)
     geometry = EngineGeometry(engine_config)
     server = WorkerServer(config)
     record = server.bind(geometry.shape(Role.DECODE))
@@ -29,8 +30,9 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     except EngineFailed as error:
         logger.error("%s", error)
         return 1
-    options = TransferOptions(config.host, config.advertised_host, config.transfer_port, config.transfer_port)
     identity = Identity(config.worker_id, server.epoch, geometry.kv_spec)
+    ucx_port = config.transfer_port if config.connector == "ucx" else 0
+    options = TransferOptions(config.host, config.advertised_host, config.transfer_port, ucx_port)
     signer = GrantSigner()
     receivers = create_receivers([config.connector], engine.region, identity, signer.verify, options)
     await receivers.start()

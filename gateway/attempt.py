@@ -10,6 +10,7 @@ the attempt ends, everything still live on either worker is aborted.
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
+from cluster.handoff_rows import HandoffRows
 from core.clock import loop_time
 from core.errors import (
     Busy,
@@ -46,12 +47,14 @@ class Attempt:
         fleet: Fleet,
         prefill: WorkerRecord | None,
         decode: Sequence[WorkerRecord],
+        rows: HandoffRows,
     ) -> None:
         """Without a prefill worker the decode worker computes the prompt itself, if it is short enough for that."""
         self.id = HandoffId(live.request.request_id, live.report.num_attempts)
         self._request = live.request
         self._committed = tuple(committed)
         self._fleet = fleet
+        self._rows = rows
         self._clock = live.clock
         self._report = live.report
         self._inbox: Inbox = asyncio.Queue()
@@ -65,7 +68,9 @@ class Attempt:
         self._credit = CREDIT_TOKENS
         self._has_pending = True
         self._verify_by_s: float | None = None
+        self._decode_was_asked = False
         self._is_granted = False
+        self._is_verified = False
         self._is_over = False
 
     async def tokens(self) -> AsyncGenerator[OutputToken, None]:
@@ -79,6 +84,7 @@ class Attempt:
                     yield token
         finally:
             cancelling.cancel()
+            self._rows.remove(self.id)
             self._end("the request ended")
 
     async def _watch_cancel(self) -> None:
@@ -86,16 +92,20 @@ class Attempt:
         self._inbox.put_nowait(CANCELLED)
 
     async def _next_event(self) -> FromWorker:
-        try:
-            async with asyncio.timeout(self._left_s()):
-                event = await self._inbox.get()
-        except TimeoutError:
-            raise self._too_late() from None
-        if isinstance(event, Cancel):
-            raise Cancelled("aborted on request")
-        if isinstance(event, LinkLost):
-            raise WorkerLost(f"{event.worker.worker_id}: {event.reason}")
-        return event
+        """The next event of a worker that is still part of this; what one that was left has said is dropped."""
+        while True:
+            try:
+                async with asyncio.timeout(self._left_s()):
+                    event = await self._inbox.get()
+            except TimeoutError:
+                raise self._too_late() from None
+            if isinstance(event, Cancel):
+                raise Cancelled("aborted on request")
+            if not any(link and link.record is event.worker for link in (self._prefill, self._decode)):
+                continue
+            if isinstance(event, LinkLost):
+                raise WorkerLost(f"{event.worker.worker_id}: {event.reason}")
+            return event
 
     def _left_s(self) -> float:
         """Until the request's deadline, or that of its seal once that was sent."""
@@ -134,7 +144,7 @@ class Attempt:
             self._reserve_next()
             return
         self._report.prefill_worker_id = self._prefill.record.worker_id
-        self._report.state = "prefill"
+        self._enter("prefill")
         self._prefill.subscribe(self.id, self._inbox)
         self._prefill.num_pending_tokens += self._num_tokens
         start = pb.PrefillStart(
@@ -159,19 +169,11 @@ class Attempt:
 
     def _reserve_next(self) -> None:
         """Ask the next candidate for blocks: at once, but the last one may let us wait for room."""
-        if not self._candidates:
-            if self._is_local:
-                raise Unavailable("no prefill worker is left, and decode workers only take short prompts")
-            raise Busy("no decode worker has room")
-        record = self._candidates.pop(0)
-        try:
-            self._decode = self._fleet.link(record)
-        except KeyError:
-            raise Unavailable(f"{record.worker_id} has gone") from None
+        self._decode = self._next_candidate()
         self._decode.subscribe(self.id, self._inbox)
         reserve = pb.DecodeReserve(
             handoff_id=convert.handoff_id_to_proto(self.id),
-            worker=convert.identity_to_proto(*record.key),
+            worker=convert.identity_to_proto(*self._decode.record.key),
             prompt_ids=self._request.prompt_ids,
             output_ids=self._committed,
             sampling=convert.sampling_to_proto(self._request.params),
@@ -182,19 +184,32 @@ class Attempt:
         )
         self._decode.send(pb.DecodeCommand(reserve=reserve))
 
+    def _next_candidate(self) -> WorkerLink:
+        """The best one left that can still be reached. Raises what its absence means."""
+        was_asked = self._decode_was_asked
+        while self._candidates:
+            link = self._fleet.find(self._candidates.pop(0))
+            if link is not None and link.is_up:
+                self._decode_was_asked = True
+                return link
+        if self._is_local:
+            raise Unavailable("no prefill worker is left, and decode workers only take short prompts")
+        raise Busy("no decode worker has room") if was_asked else WorkerLost("no decode worker is left")
+
     def _on_granted(self, granted: pb.DecodeGranted) -> list[OutputToken]:
-        assert self._prefill is not None and self._decode is not None
+        if self._prefill is None or self._decode is None or self._is_granted:
+            return []
         self._clock.mark(Mark.GRANTED)
         self._is_granted = True
         self._report.decode_worker_id = self._decode.record.worker_id
-        self._report.state = "transfer"
+        self._enter("transfer")
         self._prefill.send(pb.PrefillCommand(grant=pb.PrefillGrant(grant=granted.grant)))
         return self._commit_first() if self._first is not None else []
 
     def _on_first_token(self, event: pb.PrefillFirstToken) -> list[OutputToken]:
         self._clock.mark(Mark.FIRST_TOKEN)
         self._settle_prefill_load()
-        self._first = event.first_tokens[0]
+        self._first = _only(event.first_tokens)
         if self._first.finish_reason:
             self._is_over = True
             return self._commit_first()
@@ -212,12 +227,14 @@ class Attempt:
 
     def _on_seal_verified(self, verified: pb.DecodeSealVerified) -> list[OutputToken]:
         """The decode worker has it all: the prefill side ends. Its first token must be the one already streamed."""
+        self._clock.mark(Mark.FIRST_TOKEN)
         self._clock.mark(Mark.VERIFIED)
+        self._is_verified = True
         self._verify_by_s = None
-        self._report.state = "decode"
+        self._enter("decode")
         self._report.num_kv_bytes += verified.num_bytes
         self._report.connector = verified.connector
-        sealed = verified.first_tokens[0]
+        sealed = _only(verified.first_tokens)
         if self._first is not None and self._first.token_id != sealed.token_id:
             raise TransferFailed("the seal names another first token than prefill did")
         self._first = sealed
@@ -228,21 +245,26 @@ class Attempt:
         return self._commit_first()
 
     def _on_token(self, token: pb.DecodeToken) -> list[OutputToken]:
+        if not self._is_verified and not self._is_local:
+            raise TransferFailed("a token came before the seal was verified")
         self._mark_token(token)
         self._report.num_preemptions = token.num_preemptions
         self._spend_credit(token)
         reason = token.finish_reason
+        tokens = self._accept(token.choice, token.position, token.token_id, token.logprob, reason)
         if reason:
             self._leave_decode()
             self._is_over = True
-        return self._accept(token.choice, token.position, token.token_id, token.logprob, reason)
+            if not tokens:
+                raise TransferFailed(f"the output ended again, with token {token.position}")
+        return tokens
 
     def _mark_token(self, token: pb.DecodeToken) -> None:
         """The first two tokens end stages; without a handoff the first one ends all up to the verified seal."""
-        if self._is_local and self._next_position == token.position and not self._clock.has(Mark.FIRST_TOKEN):
-            assert self._decode is not None
+        if self._is_local and not self._is_verified and self._decode is not None:
+            self._is_verified = True
             self._report.decode_worker_id = self._decode.record.worker_id
-            self._report.state = "decode"
+            self._enter("decode")
             for mark in (Mark.FIRST_TOKEN, Mark.GRANTED, Mark.VERIFIED):
                 self._clock.mark(mark)
         elif not self._clock.has(Mark.SECOND_TOKEN):
@@ -267,7 +289,7 @@ class Attempt:
         if position > self._next_position:
             raise TransferFailed(f"token {position} came before token {self._next_position}")
         self._next_position += 1
-        return [OutputToken(choice, position, token_id, logprob, convert.FINISH_NAMES[reason])]
+        return [OutputToken(choice, position, token_id, logprob, convert.finish_name(reason))]
 
     def _on_failed(self, event: FromWorker) -> None:
         """A refusal of a reserve tries the next decode worker; anything else ends the attempt."""
@@ -289,6 +311,10 @@ class Attempt:
             self._decode.send(pb.DecodeCommand(abort=abort))
             self._leave_decode()
 
+    def _enter(self, state: str) -> None:
+        self._report.state = state
+        self._rows.update(self.id, state, self._report.prefill_worker_id, self._report.decode_worker_id)
+
     def _settle_prefill_load(self) -> None:
         """The prompt is no longer queued there; counted once."""
         if self._prefill is not None and self._has_pending:
@@ -305,3 +331,10 @@ class Attempt:
         if self._decode is not None:
             self._decode.unsubscribe(self.id)
             self._decode = None
+
+
+def _only(first_tokens: Sequence[types.FirstToken]) -> types.FirstToken:
+    """That of the one choice. Raises TransferFailed when it is missing."""
+    if not first_tokens:
+        raise TransferFailed("the worker reported no first token")
+    return first_tokens[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import uvicorn
 
+from cluster.background import keep_running
 from cluster.block_index import BlockIndex
 from cluster.handoff_rows import HandoffRows
 from cluster.registry import Registry
@@ -44,7 +45,8 @@ async def serve(config: GatewayConfig) -> int:
     rows = HandoffRows(store)
     orchestrator = Orchestrator(fleet, index, rows, metrics)
     serving = Serving(model_id, tokenizer, fleet, orchestrator, metrics, config.request_timeout_s)
-    background = [asyncio.create_task(fleet.run()), asyncio.create_task(rows.run())]
+    loops = {"discovery": fleet.run, "handoff rows": rows.run}
+    background = [asyncio.create_task(keep_running(name, loop)) for name, loop in loops.items()]
     try:
         await _run_fronts(config, serving, listener)
     finally:
@@ -70,7 +72,10 @@ async def _run_fronts(config: GatewayConfig, serving: Serving, listener: socket.
         uvicorn.Config(front.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=STOP_S)
     )
     rpc, healthy = grpc_server.create_server(serving)
-    grpc_port = rpc.add_insecure_port(config.grpc)
+    try:
+        grpc_port = rpc.add_insecure_port(config.grpc)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {config.grpc}: {error}") from error
     serving.grpc_address = f"{config.grpc.rpartition(':')[0]}:{grpc_port}"
     await rpc.start()
     serving_http = asyncio.create_task(http.serve(sockets=[listener]))

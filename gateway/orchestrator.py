@@ -5,6 +5,7 @@ from the committed tokens.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator
 
@@ -63,15 +64,11 @@ class Orchestrator:
             live.report.num_attempts += 1
             try:
                 prefill, decode = await self._route(live, len(committed))
-                attempt = Attempt(live, committed, self._fleet, prefill, decode)
-                prefill_id = prefill.worker_id if prefill is not None else ""
-                self._rows.update(attempt.id, live.report.state, prefill_id, decode[0].worker_id)
-                try:
-                    async for token in attempt.tokens():
+                attempt = Attempt(live, committed, self._fleet, prefill, decode, self._rows)
+                async with contextlib.aclosing(attempt.tokens()) as tokens:
+                    async for token in tokens:
                         committed.append(token.token_id)
                         yield token
-                finally:
-                    self._rows.remove(attempt.id)
                 return
             except TandemError as error:
                 if not error.retryable or live.report.num_attempts >= MAX_ATTEMPTS:
@@ -86,7 +83,8 @@ class Orchestrator:
         overlap = await self._index.longest_prefix(request.chain)
         num_tokens = len(request.prompt_ids) + num_committed
         prefill = choose_prefill(self._fleet.candidates(Role.PREFILL), num_tokens, overlap)
-        decode = rank_decode(self._fleet.candidates(Role.DECODE), num_tokens + 1, overlap)
+        max_len = len(request.prompt_ids) + request.params.max_tokens
+        decode = rank_decode(self._fleet.candidates(Role.DECODE), num_tokens, max_len, overlap)
         if not decode:
             raise WorkerLost("no decode worker is left")
         if prefill is None:

@@ -136,6 +136,11 @@ def known_connectors() -> tuple[str, ...]:
     return tuple(_SENDERS)
 
 
+def check_connector(name: str) -> None:
+    """Raises ValueError naming the known connectors when `name` is neither one of them nor `auto`."""
+    _resolve(name, None)
+
+
 def create_receivers(
     names: Sequence[str],
     region: KVRegion,

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.engine_geometry import EngineGeometry
 from engine.engine_process import EngineProcess
 from kv_transfer.base import Identity, TransferOptions
-from kv_transfer.connectors import SenderSet, create_senders
+from kv_transfer.connectors import SenderSet, check_connector, create_senders
 from kv_transfer.faults import Faults, FaultySender, create_faulty_senders
 from prefill_service.service import PrefillService
 from proto import convert, session_pb2, session_pb2_grpc
@@ -25,6 +25,7 @@ FAULTS_VARIABLE = "TANDEM_FAULTS"
 
 async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     """Until told to stop; the exit status. Raises ModelLoadError and ValueError for a wrong configuration."""
+    check_connector(config.connector)
     geometry = EngineGeometry(engine_config)
     server = WorkerServer(config)
     record = server.bind(geometry.shape(Role.PREFILL))
@@ -33,8 +34,9 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     except EngineFailed as error:
         logger.error("%s", error)
         return 1
-    options = TransferOptions(config.host, config.advertised_host, config.transfer_port, config.transfer_port)
     identity = Identity(config.worker_id, server.epoch, geometry.kv_spec)
+    ucx_port = config.transfer_port if config.connector == "ucx" else 0
+    options = TransferOptions(config.host, config.advertised_host, config.transfer_port, ucx_port)
     senders = _make_senders(config.connector, engine.region, identity, options)
     service = PrefillService(convert.hello_to_proto(record), identity, engine, senders, server.publisher)
     session_pb2_grpc.add_PrefillServicer_to_server(service, server.server)

@@ -161,7 +161,7 @@ async def _announce(
 def welcome(model: str, http: str, grpc: str) -> str:
     """How to talk to a running system, for the terminal."""
     question = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": model, "messages": [question]})
+    body = json.dumps({"model": model, "messages": [question], "temperature": 0, "max_tokens": 64})
     return f"""
 Tandem is ready.
 

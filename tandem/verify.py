@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 import grpc
@@ -204,4 +205,7 @@ async def _dtype_of(url: str) -> DType:
 
 
 async def _grpc_of(url: str) -> str:
-    return str((await _cluster(url))["grpc"])
+    """As the gateway bound it; a gateway that listens everywhere is reached where its HTTP is."""
+    host, _, port = str((await _cluster(url))["grpc"]).rpartition(":")
+    is_anywhere = host in ("0.0.0.0", "[::]")
+    return f"{urlsplit(url).hostname if is_anywhere else host}:{port}"

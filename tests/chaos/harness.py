@@ -17,6 +17,7 @@ from pathlib import Path
 
 import grpc
 import psutil
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -85,6 +86,7 @@ class Chaos:
     async def run(self) -> None:
         """Load until all requests are asked and all faults are injected, then heal."""
         gate = asyncio.Semaphore(NUM_AT_ONCE)
+        telling = asyncio.create_task(self._tell())
         asking = asyncio.create_task(self._harm())
         requests = []
         for _ in range(self._num_requests):
@@ -99,6 +101,16 @@ class Chaos:
         await asking
         await asyncio.gather(*requests)
         await asyncio.gather(*self._repairs)
+        telling.cancel()
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(10)
+            faults = sum(self.injected.values())
+            under = ", ".join(sorted(self._busy)) or "nothing"
+            sys.stderr.write(
+                f"{len(self.records)} requests, {len(self._live)} live, {faults} faults, under repair: {under}\n"
+            )
 
     async def _one(self) -> None:
         rng = self.random
@@ -265,6 +277,7 @@ def memory_of(cluster: LocalCluster) -> dict[str, int]:
 
 def judge(records: list[Record], llm: LLM) -> list[str]:
     """What is wrong, one line each."""
+    torch.set_num_threads(1)
     wrong = []
     for index, record in enumerate(records):
         params = SamplingParams(
