@@ -44,8 +44,12 @@ class Fleet:
         return list(self._links.values())
 
     def link(self, record: WorkerRecord) -> WorkerLink:
-        """The link to a worker that candidates() named. Raises KeyError when it has gone since."""
+        """The link to a worker that candidates() has just named."""
         return self._links[record.key]
+
+    def find(self, record: WorkerRecord) -> WorkerLink | None:
+        """The same for one that may have gone since."""
+        return self._links.get(record.key)
 
     def candidates(self, role: Role) -> list[Candidate]:
         """The workers of a tier whose session is up."""
@@ -84,11 +88,10 @@ class Fleet:
     async def _look(self) -> None:
         try:
             records = await self._registry.workers()
+            if records is not None:
+                self._follow(records)
         except Exception:
             logger.exception("looking for workers failed")
-            return
-        if records is not None:
-            self._follow(records)
 
     def _follow(self, records: Iterable[WorkerRecord]) -> None:
         usable = {record.key: record for record in records if self._is_usable(record)}
@@ -96,7 +99,7 @@ class Fleet:
         for key, record in usable.items():
             if key not in self._links:
                 self._links[key] = WorkerLink(record, self._gateway_id, self._open_session)
-                self._tasks[key] = asyncio.create_task(self._keep(self._links[key]))
+                self._tasks[key] = asyncio.create_task(self._keep(key))
 
     def _is_usable(self, record: WorkerRecord) -> bool:
         """One model a gateway: workers of another are not ours. The first worker decides which weights and which pool
@@ -113,25 +116,36 @@ class Fleet:
             )
         return mismatch is None
 
-    async def _keep(self, link: WorkerLink) -> None:
-        """Hold a session with one incarnation, reconnecting while it is registered."""
-        key = link.record.key
+    async def _keep(self, key: WorkerKey) -> None:
+        """Hold a session with one incarnation, reconnecting while it is registered. Why that fails is said once."""
+        told = ""
         while True:
-            watch = asyncio.create_task(self._notice(link))
-            try:
-                await link.run()
-            finally:
-                watch.cancel()
+            link = self._links[key]
+            reason = await self._hold(link)
             self._changed.set()
+            if reason != told:
+                told = reason
+                logger.warning("no session with %s: %s", link.record.worker_id, reason)
             if key not in self._registered:
                 break
             await asyncio.sleep(RECONNECT_S)
-            link = self._links[key] = WorkerLink(link.record, self._gateway_id, self._open_session)
+            self._links[key] = WorkerLink(link.record, self._gateway_id, self._open_session)
         del self._links[key]
         self._tasks.pop(key, None)
         if not self._links:
             self._reference = None
         await self._index.drop(*key)
+
+    async def _hold(self, link: WorkerLink) -> str:
+        """One session from beginning to end; why it ended."""
+        watch = asyncio.create_task(self._notice(link))
+        try:
+            return await link.run()
+        except Exception as error:
+            logger.exception("the session with %s failed", link.record.worker_id)
+            return repr(error)
+        finally:
+            watch.cancel()
 
     async def _notice(self, link: WorkerLink) -> None:
         await link.up.wait()

@@ -98,7 +98,7 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
             model=self._serving.model_id,
             fingerprint=self._serving.fleet.fingerprint,
             context_len=context_len,
-            vocab_size=self._serving.tokenizer.vocab_size,
+            vocab_size=self._serving.vocab_size,
         )
 
     def _ask(self, request: pb.GenerateRequest) -> Ask:

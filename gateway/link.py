@@ -130,8 +130,8 @@ class WorkerLink:
         """Queue a command; dropped when the session is down (whoever waits for its answer gets LinkLost)."""
         self._outbox.put(command, command.ByteSize())
 
-    async def run(self) -> None:
-        """Until the session ends. Then every waiting handoff learns it, once."""
+    async def run(self) -> str:
+        """Until the session ends, and why it did. Then every waiting handoff learns it, once."""
         reason = "the session ended"
         events = self._open_session(self.record, self._outgoing())
         try:
@@ -141,6 +141,7 @@ class WorkerLink:
         finally:
             self._end(reason)
             await events.aclose()
+        return reason
 
     async def _converse(self, events: AsyncGenerator[Any, None]) -> None:
         hello = pb.GatewayHello(gateway_id=self._gateway_id, fingerprint=self.record.kv_spec.fingerprint)

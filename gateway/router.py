@@ -36,9 +36,12 @@ def choose_prefill(candidates: Sequence[Candidate], num_tokens: int, overlap: Ov
     return min(fitting, key=lambda c: (_tokens_ahead(c, num_tokens, overlap), c.record.worker_id)).record
 
 
-def rank_decode(candidates: Sequence[Candidate], num_tokens: int, overlap: Overlap) -> list[WorkerRecord]:
-    """Decode workers whose pool can hold `num_tokens`, the best first."""
-    fitting = [c for c in candidates if _fits(c.record, num_tokens)]
+def rank_decode(
+    candidates: Sequence[Candidate], num_tokens: int, max_len: int, overlap: Overlap
+) -> list[WorkerRecord]:
+    """Decode workers for a prompt of `num_tokens`, the best first; only those whose pool holds `max_len` tokens, what
+    it may become."""
+    fitting = [c for c in candidates if _fits(c.record, max_len)]
     return [c.record for c in sorted(fitting, key=lambda c: _decode_cost(c, num_tokens, overlap))]
 
 

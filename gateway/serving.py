@@ -4,6 +4,7 @@ Ask ──prepare()──► TextGeneration ──chunks()──► TextChunk ..
 """
 
 import asyncio
+import contextlib
 import math
 import secrets
 from collections.abc import AsyncGenerator
@@ -110,6 +111,12 @@ class Serving:
                 limits.append(min(pools, *(record.context_len for record in records)))
         return min(limits)
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that both the tokenizer and the workers known now have."""
+        records = [candidate.record for role in Role for candidate in self.fleet.candidates(role)]
+        return min([self.tokenizer.vocab_size, *(record.vocab_size for record in records)])
+
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """Off the event loop. Raises InvalidRequest naming the prompt's field."""
         if prompt.token_ids is not None:
@@ -151,14 +158,14 @@ class Serving:
         ids = list(prompt.token_ids or ())
         if not ids:
             raise InvalidRequest(prompt.field, "the prompt is empty")
-        limit = self.tokenizer.vocab_size
+        limit = self.vocab_size
         wrong = next((token_id for token_id in ids if not 0 <= token_id < limit), None)
         if wrong is not None:
             raise InvalidRequest(prompt.field, f"token id {wrong} is outside the vocabulary [0, {limit})")
         return ids
 
     def _sampling(self, ask: Ask, room: int) -> SamplingParams:
-        limit = self.tokenizer.vocab_size
+        limit = self.vocab_size
         wrong = next((token_id for token_id in ask.stop_token_ids if not 0 <= token_id < limit), None)
         if wrong is not None:
             raise InvalidRequest("stop_token_ids", f"token id {wrong} is outside the vocabulary [0, {limit})")
@@ -190,10 +197,11 @@ class TextGeneration:
         outcome = ErrorCode.CANCELLED.value
         self._metrics.live.inc()
         try:
-            async for chunk in self._chunks():
-                if chunk.finish_reason:
-                    outcome = chunk.finish_reason
-                yield chunk
+            async with contextlib.aclosing(self._chunks()) as chunks:
+                async for chunk in chunks:
+                    if chunk.finish_reason:
+                        outcome = chunk.finish_reason
+                    yield chunk
         except TandemError as error:
             outcome = error.code.value
             raise
@@ -212,7 +220,9 @@ class TextGeneration:
                 reason = "stop" if self._text.is_stopped else token.finish_reason
                 if reason:
                     await tokens.aclose()
-                    yield TextChunk(text + self._text.finish(), tuple(unshown), reason)
+                    text += self._text.finish()
+                    reason = "stop" if self._text.is_stopped else reason
+                    yield TextChunk(text, tuple(unshown), reason)
                     return
                 if text:
                     yield TextChunk(text, tuple(unshown))
