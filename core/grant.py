@@ -97,8 +97,8 @@ class Seal:
     num_tokens: int
     chain_hash: BlockHash
     first_tokens: tuple[FirstToken, ...]
-    connector: str = ""
     runs: tuple[RunDigest, ...] = ()
+    connector: str = ""
 
     def covers(self, num_blocks: int) -> bool:
         """Whether the runs tile [0, num_blocks) of the grant exactly, in order, without gap or overlap."""

@@ -35,9 +35,10 @@ class Granter:
 class DecodeHandoff:
     """Fed by the engine's events; `receive()` is the life of its transfer. One task runs it."""
 
-    def __init__(self, handoff_id: HandoffId, deadline_s: float) -> None:
+    def __init__(self, handoff_id: HandoffId, deadline_s: float, receivers: ReceiverSet) -> None:
         self.id = handoff_id
         self._deadline_s = deadline_s
+        self._receivers = receivers
         self.lifetime = Handoff()
         self.grant: Grant | None = None
 
@@ -46,13 +47,13 @@ class DecodeHandoff:
         """Blocks that the grant asks for."""
         return len(self.grant.block_ids) if self.grant is not None else 0
 
-    async def receive(self, receivers: ReceiverSet) -> Seal:
+    async def receive(self) -> Seal:
         """The verified seal, waited for as long as the request may take: whoever grants knows neither when the prompt
         is computed nor when its transfer starts. Raises TransferFailed or DeadlineExceeded: nothing that arrived may
         be used."""
         assert self.grant is not None, self.id
         self.lifetime.advance(HandoffState.RECEIVING)
-        seal = await receivers.wait_sealed(self.id, self._deadline_s)
+        seal = await self._receivers.wait_sealed(self.id, self._deadline_s)
         if not seal.first_tokens:
             raise TransferFailed("the seal has no first token")
         self.lifetime.advance(HandoffState.SEALED)
@@ -64,9 +65,9 @@ class DecodeHandoff:
         if self.grant is not None:
             self.lifetime.advance(HandoffState.FINISHED)
 
-    async def cancel(self, receivers: ReceiverSet) -> bool:
+    async def cancel(self) -> bool:
         """Stop receiving. True once nothing writes into the granted blocks any more."""
         is_receiving = self.lifetime.state in (HandoffState.GRANTED, HandoffState.RECEIVING)
         if self.grant is None or not is_receiving:
             return True
-        return await receivers.cancel(self.id)
+        return await self._receivers.cancel(self.id)

@@ -3,16 +3,15 @@
 Start here to follow a request through this tier: `on_command`, then `_on_event`, then `_receive`.
 """
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 
 from cluster.block_index import BlockPublisher
-from cluster.session import Outbox, SessionHost
-from core.errors import Cancelled, StaleEpoch, TandemError, error_from
+from cluster.handoff_host import Entry, HandoffHost
+from cluster.session import Outbox
+from core.errors import TandemError, error_from
 from core.ids import HandoffId
 from core.load import Load
-from core.tombstones import Tombstones
 from decode_service.handoff import DecodeHandoff, Granter
 from engine.engine_process import EngineProcess
 from engine.messages import (
@@ -32,43 +31,26 @@ from proto import convert, session_pb2_grpc
 from proto import session_pb2 as pb
 
 logger = logging.getLogger(__name__)
-TOMBSTONE_S = 600.0
 Events = Outbox[pb.DecodeEvent]
+DecodeEntry = Entry[DecodeHandoff, pb.DecodeEvent]
 
 
-class _Entry:
-    """One live handoff of one session."""
-
-    __slots__ = ("ending", "events", "handoff", "is_quiet", "task")
-
-    def __init__(self, handoff: DecodeHandoff, events: Events) -> None:
-        self.handoff = handoff
-        self.events = events
-        self.task: asyncio.Task[None] | None = None
-        self.ending: asyncio.Task[None] | None = None
-        self.is_quiet = True
-
-
-class DecodeService(SessionHost[pb.DecodeCommand, pb.DecodeEvent], session_pb2_grpc.DecodeServicer):
-    """Owns the handoff table. Everything runs on one event loop; copies run in the connectors' threads."""
+class DecodeService(
+    HandoffHost[pb.DecodeCommand, pb.DecodeEvent, DecodeHandoff], session_pb2_grpc.DecodeServicer
+):
+    """Between gateways, the engine process and the connectors, whose copies run in threads of their own."""
 
     def __init__(
         self, hello: pb.WorkerHello, engine: EngineProcess, granter: Granter, publisher: BlockPublisher
     ) -> None:
-        super().__init__()
+        super().__init__(granter.epoch)
         self._hello = hello
         self._engine = engine
         self._granter = granter
         self._publisher = publisher
         self._receivers = granter.receivers
         self._block_bytes = convert.kv_spec_from_proto(hello.kv_spec).block_bytes
-        self._entries: dict[HandoffId, _Entry] = {}
-        self._over = Tombstones(TOMBSTONE_S)
         self.load = Load()
-
-    @property
-    def num_handoffs(self) -> int:
-        return len(self._entries)
 
     async def Session(
         self, requests: AsyncIterator[pb.DecodeCommands], context: object
@@ -87,31 +69,28 @@ class DecodeService(SessionHost[pb.DecodeCommand, pb.DecodeEvent], session_pb2_g
                 handoff_id = convert.handoff_id_from_proto(command.credit.handoff_id)
                 self._engine.send(Credit(handoff_id, command.credit.num_tokens))
             case "abort":
-                self._abort(convert.handoff_id_from_proto(command.abort.handoff_id), events)
+                self.abort(convert.handoff_id_from_proto(command.abort.handoff_id), events)
             case unknown:
                 logger.warning("ignored a command of unknown kind %s", unknown)
 
     def _reserve(self, reserve: pb.DecodeReserve, events: Events) -> None:
         handoff_id = convert.handoff_id_from_proto(reserve.handoff_id)
-        if reserve.worker.epoch != self._hello.worker.epoch:
-            self._put_failed(handoff_id, StaleEpoch("this worker has restarted since"), events)
-        elif handoff_id in self._over:
-            self._put_failed(handoff_id, Cancelled("aborted before it was reserved"), events)
-        elif handoff_id not in self._entries:
-            self._entries[handoff_id] = _Entry(DecodeHandoff(handoff_id, reserve.deadline_s), events)
-            params = convert.sampling_from_proto(reserve.sampling)
-            prompt, output = list(reserve.prompt_ids), list(reserve.output_ids)
-            self._engine.send(
-                Reserve(handoff_id, prompt, output, params, reserve.wait_s, reserve.credit, reserve.is_local)
-            )
+        if not self.may_start(handoff_id, reserve.worker.epoch, events):
+            return
+        self.admit(DecodeHandoff(handoff_id, reserve.deadline_s, self._receivers), events)
+        params = convert.sampling_from_proto(reserve.sampling)
+        prompt, output = list(reserve.prompt_ids), list(reserve.output_ids)
+        self._engine.send(
+            Reserve(handoff_id, prompt, output, params, reserve.wait_s, reserve.credit, reserve.is_local)
+        )
 
-    async def _receive(self, entry: _Entry) -> None:
+    async def _receive(self, entry: DecodeEntry) -> None:
         """Blocks arrive, the seal proves them, decoding starts: no earlier."""
         handoff = entry.handoff
         try:
-            seal = await handoff.receive(self._receivers)
+            seal = await handoff.receive()
         except TandemError as error:
-            self._fail(entry, error)
+            self.fail(entry, error)
             return
         self._engine.send(Activate(handoff.id, list(seal.first_tokens)))
         tokens = [convert.first_token_to_proto(token) for token in seal.first_tokens]
@@ -124,36 +103,12 @@ class DecodeService(SessionHost[pb.DecodeCommand, pb.DecodeEvent], session_pb2_g
         )
         entry.events.put(pb.DecodeEvent(seal_verified=verified))
 
-    def _abort(self, handoff_id: HandoffId, events: Events) -> None:
-        self._over.add(handoff_id)
-        entry = self._entries.get(handoff_id)
-        if entry is None:
-            events.put(_aborted(handoff_id, is_quiet=True))
-        elif entry.ending is None:
-            entry.ending = self.spawn(self._end(entry))
-
-    async def _end(self, entry: _Entry) -> None:
-        """Stop the writers before the blocks they write are given back; quarantine those that cannot be stopped."""
-        if entry.task is not None:
-            entry.task.cancel()
-            await asyncio.wait([entry.task])
-        entry.is_quiet = await entry.handoff.cancel(self._receivers)
+    async def end_work(self, entry: DecodeEntry) -> None:
+        """Blocks whose writer could not be shown quiet are quarantined until it is."""
         self._engine.send(AbortWork(entry.handoff.id, entry.is_quiet))
         if not entry.is_quiet:
             await self._receivers.wait_quiet(entry.handoff.id)
             self._engine.send(Quiet(entry.handoff.id))
-
-    def _fail(self, entry: _Entry, error: TandemError) -> None:
-        logger.warning("handoff %s failed: %s", entry.handoff.id, error)
-        self._put_failed(entry.handoff.id, error, entry.events)
-        self._over.add(entry.handoff.id)
-        entry.task = None
-        if entry.ending is None:
-            entry.ending = self.spawn(self._end(entry))
-
-    def on_session_end(self, events: Events) -> None:
-        for handoff_id in [key for key, entry in self._entries.items() if entry.events is events]:
-            self._abort(handoff_id, events)
 
     async def follow_engine(self) -> None:
         """Pass on the engine's reports until it is gone."""
@@ -166,11 +121,11 @@ class DecodeService(SessionHost[pb.DecodeCommand, pb.DecodeEvent], session_pb2_g
         for is_stored, block_hash in report.cache_changes:
             self._publisher.note(is_stored, block_hash)
         for event in report.events:
-            entry = self._entries.get(event.id)
+            entry = self.find(event.id)
             if entry is not None:
                 self._on_event(event, entry)
 
-    def _on_event(self, event: AnyEvent, entry: _Entry) -> None:
+    def _on_event(self, event: AnyEvent, entry: DecodeEntry) -> None:
         match event:
             case Reserved():
                 self._granted(event, entry)
@@ -178,15 +133,13 @@ class DecodeService(SessionHost[pb.DecodeCommand, pb.DecodeEvent], session_pb2_g
                 entry.events.put(_token(event))
                 if event.finish_reason:
                     entry.handoff.finish()
-                    self._forget(event.id)
+                    self.forget(event.id)
             case WorkFailed():
-                self._forget(event.id)
-                self._put_failed(event.id, error_from(event.code, event.message), entry.events)
+                self.fail(entry, error_from(event.code, event.message))
             case WorkAborted():
-                self._forget(event.id)
-                entry.events.put(_aborted(event.id, entry.is_quiet))
+                self.ended(event.id)
 
-    def _granted(self, reserved: Reserved, entry: _Entry) -> None:
+    def _granted(self, reserved: Reserved, entry: DecodeEntry) -> None:
         if entry.ending is not None:
             return
         grant = self._granter.grant(reserved)
@@ -195,15 +148,11 @@ class DecodeService(SessionHost[pb.DecodeCommand, pb.DecodeEvent], session_pb2_g
         entry.task = self.spawn(self._receive(entry))
         entry.events.put(pb.DecodeEvent(granted=pb.DecodeGranted(grant=convert.grant_to_proto(grant))))
 
-    def _forget(self, handoff_id: HandoffId) -> None:
-        del self._entries[handoff_id]
-        self._over.add(handoff_id)
+    def failed(self, handoff_id: HandoffId, error: TandemError) -> pb.DecodeEvent:
+        return pb.DecodeEvent(failed=convert.failed_to_proto(handoff_id, error))
 
-    def _put_failed(self, handoff_id: HandoffId, error: TandemError, events: Events) -> None:
-        failed = pb.Failed(
-            handoff_id=convert.handoff_id_to_proto(handoff_id), error=convert.error_to_proto(error)
-        )
-        events.put(pb.DecodeEvent(failed=failed))
+    def aborted(self, handoff_id: HandoffId, is_quiet: bool) -> pb.DecodeEvent:
+        return pb.DecodeEvent(aborted=convert.aborted_to_proto(handoff_id, is_quiet))
 
 
 async def _commands(requests: AsyncIterator[pb.DecodeCommands]) -> AsyncIterator[pb.DecodeCommand | None]:
@@ -225,8 +174,3 @@ def _token(event: Token) -> pb.DecodeEvent:
         num_preemptions=event.num_preemptions,
     )
     return pb.DecodeEvent(token=token)
-
-
-def _aborted(handoff_id: HandoffId, is_quiet: bool) -> pb.DecodeEvent:
-    aborted = pb.Aborted(handoff_id=convert.handoff_id_to_proto(handoff_id), is_quiet=is_quiet)
-    return pb.DecodeEvent(aborted=aborted)

@@ -3,17 +3,16 @@
 Start here to follow a request through this tier: `on_command`, then `_on_event`, then `_deliver`.
 """
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 
 from cluster.block_index import BlockPublisher
-from cluster.session import Outbox, SessionHost
-from core.errors import Cancelled, StaleEpoch, TandemError, error_from
+from cluster.handoff_host import Entry, HandoffHost
+from cluster.session import Outbox
+from core.errors import StaleEpoch, TandemError, error_from
 from core.grant import Grant
 from core.ids import HandoffId
 from core.load import Load
-from core.tombstones import Tombstones
 from engine.engine_process import EngineProcess
 from engine.messages import (
     AbortWork,
@@ -35,25 +34,14 @@ from proto import convert, session_pb2_grpc
 from proto import session_pb2 as pb
 
 logger = logging.getLogger(__name__)
-TOMBSTONE_S = 600.0
 Events = Outbox[pb.PrefillEvent]
+PrefillEntry = Entry[PrefillHandoff, pb.PrefillEvent]
 
 
-class _Entry:
-    """One live handoff of one session."""
-
-    __slots__ = ("ending", "events", "handoff", "is_quiet", "task")
-
-    def __init__(self, handoff: PrefillHandoff, events: Events) -> None:
-        self.handoff = handoff
-        self.events = events
-        self.task: asyncio.Task[None] | None = None
-        self.ending: asyncio.Task[None] | None = None
-        self.is_quiet = True
-
-
-class PrefillService(SessionHost[pb.PrefillCommand, pb.PrefillEvent], session_pb2_grpc.PrefillServicer):
-    """Owns the handoff table. Everything runs on one event loop; copies run in the connectors' threads."""
+class PrefillService(
+    HandoffHost[pb.PrefillCommand, pb.PrefillEvent, PrefillHandoff], session_pb2_grpc.PrefillServicer
+):
+    """Between gateways, the engine process and the connectors, whose copies run in threads of their own."""
 
     def __init__(
         self,
@@ -63,19 +51,13 @@ class PrefillService(SessionHost[pb.PrefillCommand, pb.PrefillEvent], session_pb
         senders: SenderSet | FaultySender,
         publisher: BlockPublisher,
     ) -> None:
-        super().__init__()
+        super().__init__(identity.epoch)
         self._hello = hello
         self._identity = identity
         self._publisher = publisher
         self._engine = engine
         self._senders = senders
-        self._entries: dict[HandoffId, _Entry] = {}
-        self._over = Tombstones(TOMBSTONE_S)
         self.load = Load()
-
-    @property
-    def num_handoffs(self) -> int:
-        return len(self._entries)
 
     async def Session(
         self, requests: AsyncIterator[pb.PrefillCommands], context: object
@@ -95,41 +77,35 @@ class PrefillService(SessionHost[pb.PrefillCommand, pb.PrefillEvent], session_pb
             case "release":
                 self._release(convert.handoff_id_from_proto(command.release.handoff_id))
             case "abort":
-                self._abort(convert.handoff_id_from_proto(command.abort.handoff_id), events)
+                self.abort(convert.handoff_id_from_proto(command.abort.handoff_id), events)
             case unknown:
                 logger.warning("ignored a command of unknown kind %s", unknown)
 
     def _start(self, start: pb.PrefillStart, events: Events) -> None:
         handoff_id = convert.handoff_id_from_proto(start.handoff_id)
-        if start.worker.epoch != self._identity.epoch:
-            self._put_failed(handoff_id, StaleEpoch("this worker has restarted since"), events)
-            return
-        if handoff_id in self._over:
-            self._put_failed(handoff_id, Cancelled("aborted before it started"), events)
-            return
-        if handoff_id in self._entries:
+        if not self.may_start(handoff_id, start.worker.epoch, events):
             return
         num_tokens = len(start.prompt_ids) + len(start.output_ids)
         handoff = PrefillHandoff(handoff_id, num_tokens, self._hello.kv_spec.block_size)
-        self._entries[handoff_id] = _Entry(handoff, events)
+        self.admit(handoff, events)
         params = convert.sampling_from_proto(start.sampling)
         self._engine.send(StartPrompt(handoff_id, list(start.prompt_ids), list(start.output_ids), params))
         events.put(pb.PrefillEvent(queued=pb.PrefillQueued(handoff_id=start.handoff_id)))
 
     def _grant(self, grant: Grant, events: Events) -> None:
-        entry = self._entries.get(grant.handoff_id)
+        entry = self.find(grant.handoff_id)
         if entry is None:
-            self._put_failed(grant.handoff_id, StaleEpoch("no such handoff here"), events)
+            events.put(self.failed(grant.handoff_id, StaleEpoch("no such handoff here")))
         elif entry.task is None and entry.ending is None:
             entry.task = self.spawn(self._deliver(entry, grant))
 
-    async def _deliver(self, entry: _Entry, grant: Grant) -> None:
+    async def _deliver(self, entry: PrefillEntry, grant: Grant) -> None:
         """Blocks cross while later ones are computed; the seal goes last."""
         handoff_id = convert.handoff_id_to_proto(entry.handoff.id)
         try:
             delivered = await entry.handoff.deliver(grant, self._senders, self._identity)
         except TandemError as error:
-            self._fail(entry, error)
+            self.fail(entry, error)
             return
         if delivered is None:
             return
@@ -140,38 +116,11 @@ class PrefillService(SessionHost[pb.PrefillCommand, pb.PrefillEvent], session_pb
 
     def _release(self, handoff_id: HandoffId) -> None:
         """The seal was verified: nothing of this handoff is needed here any more."""
-        if self._entries.pop(handoff_id, None) is not None:
-            self._over.add(handoff_id)
+        if self.forget(handoff_id):
             self._engine.send(Release(handoff_id))
 
-    def _abort(self, handoff_id: HandoffId, events: Events) -> None:
-        self._over.add(handoff_id)
-        entry = self._entries.get(handoff_id)
-        if entry is None:
-            events.put(_aborted(handoff_id, is_quiet=True))
-        elif entry.ending is None:
-            entry.ending = self.spawn(self._end(entry))
-
-    async def _end(self, entry: _Entry) -> None:
-        """Stop the transfer before the blocks it reads are given back."""
-        if entry.task is not None:
-            entry.task.cancel()
-            await asyncio.wait([entry.task])
-        entry.is_quiet = await entry.handoff.cancel()
+    async def end_work(self, entry: PrefillEntry) -> None:
         self._engine.send(AbortWork(entry.handoff.id))
-
-    def _fail(self, entry: _Entry, error: TandemError) -> None:
-        logger.warning("handoff %s failed: %s", entry.handoff.id, error)
-        self._put_failed(entry.handoff.id, error, entry.events)
-        self._over.add(entry.handoff.id)
-        if entry.task is asyncio.current_task():
-            entry.task = None  # the delivery itself failed: it is ending, and must not wait for itself
-        if entry.ending is None:
-            entry.ending = self.spawn(self._end(entry))
-
-    def on_session_end(self, events: Events) -> None:
-        for handoff_id in [key for key, entry in self._entries.items() if entry.events is events]:
-            self._abort(handoff_id, events)
 
     async def follow_engine(self) -> None:
         """Pass on the engine's reports until it is gone."""
@@ -184,11 +133,11 @@ class PrefillService(SessionHost[pb.PrefillCommand, pb.PrefillEvent], session_pb
         for is_stored, block_hash in report.cache_changes:
             self._publisher.note(is_stored, block_hash)
         for event in report.events:
-            entry = self._entries.get(event.id)
+            entry = self.find(event.id)
             if entry is not None:
                 self._on_event(event, entry)
 
-    def _on_event(self, event: AnyEvent, entry: _Entry) -> None:
+    def _on_event(self, event: AnyEvent, entry: PrefillEntry) -> None:
         handoff_id = convert.handoff_id_to_proto(event.id)
         match event:
             case Started():
@@ -204,16 +153,15 @@ class PrefillService(SessionHost[pb.PrefillCommand, pb.PrefillEvent], session_pb
                 first = pb.PrefillFirstToken(handoff_id=handoff_id, first_tokens=tokens)
                 entry.events.put(pb.PrefillEvent(first_token=first))
             case WorkFailed():
-                self._fail(entry, error_from(event.code, event.message))
+                self.fail(entry, error_from(event.code, event.message))
             case WorkAborted():
-                del self._entries[event.id]
-                entry.events.put(_aborted(event.id, entry.is_quiet))
+                self.ended(event.id)
 
-    def _put_failed(self, handoff_id: HandoffId, error: TandemError, events: Events) -> None:
-        failed = pb.Failed(
-            handoff_id=convert.handoff_id_to_proto(handoff_id), error=convert.error_to_proto(error)
-        )
-        events.put(pb.PrefillEvent(failed=failed))
+    def failed(self, handoff_id: HandoffId, error: TandemError) -> pb.PrefillEvent:
+        return pb.PrefillEvent(failed=convert.failed_to_proto(handoff_id, error))
+
+    def aborted(self, handoff_id: HandoffId, is_quiet: bool) -> pb.PrefillEvent:
+        return pb.PrefillEvent(aborted=convert.aborted_to_proto(handoff_id, is_quiet))
 
 
 async def _commands(requests: AsyncIterator[pb.PrefillCommands]) -> AsyncIterator[pb.PrefillCommand | None]:
@@ -221,8 +169,3 @@ async def _commands(requests: AsyncIterator[pb.PrefillCommands]) -> AsyncIterato
         yield None
         for command in message.commands:
             yield command
-
-
-def _aborted(handoff_id: HandoffId, is_quiet: bool) -> pb.PrefillEvent:
-    aborted = pb.Aborted(handoff_id=convert.handoff_id_to_proto(handoff_id), is_quiet=is_quiet)
-    return pb.PrefillEvent(aborted=aborted)

@@ -170,6 +170,14 @@ def error_to_proto(error: TandemError) -> pb.Error:
     return message
 
 
+def failed_to_proto(handoff_id: HandoffId, error: TandemError) -> session.Failed:
+    return session.Failed(handoff_id=handoff_id_to_proto(handoff_id), error=error_to_proto(error))
+
+
+def aborted_to_proto(handoff_id: HandoffId, is_quiet: bool) -> session.Aborted:
+    return session.Aborted(handoff_id=handoff_id_to_proto(handoff_id), is_quiet=is_quiet)
+
+
 def error_from_proto(message: pb.Error) -> TandemError:
     if message.code == Busy.code and message.retry_after_s:
         return Busy(message.message, message.retry_after_s)

@@ -200,7 +200,7 @@ async def test_cancel_within_a_frame_is_quiet_at_once_and_the_rest_goes_nowhere(
     payload, half = random_bytes(worker.spec.block_bytes, 3), worker.spec.block_bytes // 2
     run = RunDigest(0, 1, digest(payload))
     peer.send(Data(1, run), payload[:half])
-    while worker.block(1)[:half] != payload[:half]:  # noqa: ASYNC110 (memory raises no event)
+    while worker.block(1)[:half] != payload[:half]:
         await asyncio.sleep(0)
     assert await worker.receivers.cancel(grant.handoff_id)
     peer.writer.write(payload[half:])
