@@ -57,6 +57,7 @@ class HandoffRows:
             await asyncio.sleep(FLUSH_S)
 
     async def _write(self, redis: Any, due: set[HandoffId]) -> bool:
+        deleted: set[HandoffId] = set()
         async with redis.pipeline(transaction=False) as pipe:
             for handoff_id in due:
                 key = self._store.keys.handoff(handoff_id)
@@ -67,6 +68,7 @@ class HandoffRows:
                     self._written.add(handoff_id)
                 elif handoff_id in self._written:
                     pipe.delete(key)
+                    deleted.add(handoff_id)
             await pipe.execute()
-        self._written -= {handoff_id for handoff_id in due if handoff_id not in self._live}
+        self._written -= deleted
         return True

@@ -70,14 +70,17 @@ async def test_without_a_prefill_worker_short_prompts_are_prefilled_on_decode_an
 
 
 async def test_streams_of_a_killed_decode_worker_continue_on_another(start_cluster, connect, oracle):
-    async with start_cluster(num_decode=2) as cluster, connect(cluster) as client:
+    async with (
+        start_cluster(num_decode=2, worker_arguments=("--num-blocks", "700")) as cluster,
+        connect(cluster) as client,
+    ):
         prompts = [PROMPT[start:] for start in range(0, 120, 20)]
-        streams = [asyncio.create_task(client.generate(prompt, 400)) for prompt in prompts]
-        await asyncio.sleep(1.0)
+        streams = [asyncio.create_task(client.generate(prompt, 1200)) for prompt in prompts]
+        await asyncio.sleep(0.7)
         await cluster.processes["decode-0"].kill()
         answers = await asyncio.gather(*streams)
         for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.token_ids == oracle(prompt, max_tokens=400)
+            assert answer.token_ids == oracle(prompt, max_tokens=1200)
         assert max(answer.last.timing.num_attempts for answer in answers) == 2
         assert any("worker_lost" in answer.last.timing.causes for answer in answers)
         await cluster.wait_idle()

@@ -44,8 +44,11 @@ async def test_sixteen_streams_of_mixed_length_are_right_and_leave_nothing_behin
     assert len(workers - {""}) == sum(w["record"]["role"] == "decode" for w in await cluster.workers())
 
 
-async def test_redis_holds_only_live_workers_their_index_and_the_capped_stream(cluster):
+async def test_redis_holds_only_live_workers_their_index_and_the_capped_stream(cluster, connect):
+    async with connect(cluster) as client:
+        await client.generate(list(range(100)), 4)
     await cluster.wait_idle()
+    await asyncio.sleep(0.5)  # the index is published in batches
     async with asyncio.timeout(5), Redis.from_url(cluster.redis_url) as redis:
         while kinds_with_handoffs := [key async for key in redis.scan_iter("tandem:{default}:handoff:*")]:
             await asyncio.sleep(0.05)
