@@ -117,13 +117,14 @@ class Fleet:
         return mismatch is None
 
     async def _keep(self, key: WorkerKey) -> None:
-        """Hold a session with one incarnation, reconnecting while it is registered. Why that fails is said once."""
+        """Hold a session with one incarnation, reconnecting while it is registered. Each session's end is told, and
+        once why none can be had."""
         told = ""
         while True:
             link = self._links[key]
             reason = await self._hold(link)
             self._changed.set()
-            if reason != told:
+            if link.was_up or reason != told:
                 told = reason
                 logger.warning("no session with %s: %s", link.record.worker_id, reason)
             if key not in self._registered:

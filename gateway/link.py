@@ -100,6 +100,7 @@ class WorkerLink:
         self.record = record
         self.load = Load()
         self.up = asyncio.Event()
+        self.was_up = False
         self.num_pending_tokens = 0
         self._gateway_id = gateway_id
         self._open_session = open_session
@@ -177,11 +178,10 @@ class WorkerLink:
         if mismatch is not None:
             raise WorkerLost(f"{self.record.worker_id} differs from its registration: {mismatch}")
         self.up.set()
+        self.was_up = True
         logger.info("session with %s open", self.record.worker_id)
 
     def _end(self, reason: str) -> None:
-        if self.is_up:
-            logger.warning("session with %s ended: %s", self.record.worker_id, reason)
         self.up.clear()
         self._outbox.close()
         for inbox in self._inboxes.values():
