@@ -3,17 +3,11 @@ workers are told, nothing stays subscribed and no load stays counted."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
 
-from cluster.block_index import BlockIndex
-from cluster.handoff_rows import HandoffRows
-from cluster.registry import Registry
-from cluster.store import Store
-from core.clock import VirtualClock
 from core.errors import (
     Busy,
     Cancelled,
@@ -25,96 +19,29 @@ from core.errors import (
     Unavailable,
     WorkerLost,
 )
-from core.ids import Epoch, HandoffId, WorkerId
-from core.kv_spec import DType, KVSpec
+from core.ids import HandoffId
 from core.sampling import SamplingParams
-from core.worker import Role, WorkerRecord
+from core.worker import Role
 from gateway.attempt import CREDIT_TOKENS, RESERVE_WAIT_S, Attempt
-from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest, OutputToken
 from gateway.live import HandoffReport, Live
 from gateway.timing import Mark, StageClock
 from proto import convert
 from proto import session_pb2 as pb
 from proto import types_pb2 as types
+from tests.gateway.peers import LIMIT_S, Rig, Worker
 
-SPEC = KVSpec(2, 2, 16, 16, DType.FLOAT32, "m")
 PROMPT = tuple(range(40))
-LIMIT_S = 5.0
 
 
-class Worker:
-    """The test's end of one worker's sessions."""
-
-    def __init__(self, name: str, role: Role) -> None:
-        epoch = Epoch(sum(name.encode()))
-        self.record = WorkerRecord(WorkerId(name), epoch, role, "host:1", "m", SPEC, 512, 300, 64, 8)
-        self.commands: asyncio.Queue[Any] = asyncio.Queue()
-        self.event, self.wrap = (
-            (pb.PrefillEvent, pb.PrefillEvents) if role is Role.PREFILL else (pb.DecodeEvent, pb.DecodeEvents)
-        )
-        self._messages: asyncio.Queue[Any] = asyncio.Queue()
-
-    async def session(self, commands: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-        reading = asyncio.create_task(self._read(commands))
-        try:
-            yield self.wrap(events=[self.event(hello=convert.hello_to_proto(self.record))])
-            while (message := await self._messages.get()) is not None:
-                yield message
-        finally:
-            reading.cancel()
-
-    async def _read(self, commands: AsyncIterator[Any]) -> None:
-        async for batch in commands:
-            for command in batch.commands:
-                if command.WhichOneof("command") != "hello":
-                    self.commands.put_nowait(command)
-
-    async def take(self, kind: str) -> Any:
-        async with asyncio.timeout(LIMIT_S):
-            command = await self.commands.get()
-        assert command.WhichOneof("command") == kind, command
-        return getattr(command, kind)
-
-    def emit(self, **event: Any) -> None:
-        self._messages.put_nowait(self.wrap(events=[self.event(**event)]))
-
-    def hang_up(self) -> None:
-        self._messages.put_nowait(None)
-
-
-class Rig:
-    """Two workers of each tier, known to a fleet without a registry: it serves on its last view."""
-
-    def __init__(self) -> None:
-        self.prefill = [Worker(f"p{index}", Role.PREFILL) for index in range(2)]
-        self.decode = [Worker(f"d{index}", Role.DECODE) for index in range(2)]
-        self.workers = [*self.prefill, *self.decode]
-        store = Store("redis://127.0.0.1:1")
-        self.rows = HandoffRows(store)
-        self.fleet = Fleet(Registry(store), "m", BlockIndex(store), self._open)
-        self.clock = VirtualClock()
-
-    def _open(self, record: WorkerRecord, commands: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-        return next(worker for worker in self.workers if worker.record == record).session(commands)
-
-    async def connect(self) -> None:
-        self.fleet._follow([worker.record for worker in self.workers])
-        await asyncio.gather(*(link.up.wait() for link in self.fleet.links))
-
-    def attempt(
-        self, committed: tuple[int, ...] = (), is_local: bool = False, deadline_s: float = 60.0
-    ) -> "Run":
-        request = GenerationRequest(PROMPT, SamplingParams(32, 0.0), (), deadline_s)
-        live = Live(request, StageClock(self.clock), HandoffReport(num_attempts=1), asyncio.Event())
-        prefill = None if is_local else self.prefill[0].record
-        decode = [worker.record for worker in self.decode]
-        return Run(Attempt(live, committed, self.fleet, prefill, decode, self.rows), live, self)
-
-    def assert_clean(self) -> None:
-        for link in self.fleet.links:
-            assert (link.num_open, link.num_pending_tokens) == (0, 0), link.record.worker_id
-        assert not self.rows._live
+def begin(
+    rig: Rig, committed: tuple[int, ...] = (), is_local: bool = False, deadline_s: float = 60.0
+) -> "Run":
+    request = GenerationRequest(PROMPT, SamplingParams(32, 0.0), (), deadline_s)
+    live = Live(request, StageClock(rig.clock), HandoffReport(num_attempts=1), asyncio.Event())
+    prefill = None if is_local else rig.prefill[0].record
+    decode = [worker.record for worker in rig.decode]
+    return Run(Attempt(live, committed, rig.fleet, prefill, decode, rig.rows), live, rig)
 
 
 class Run:
@@ -208,13 +135,11 @@ async def rig() -> AsyncIterator[Rig]:
     made = Rig()
     await made.connect()
     yield made
-    for task in made.fleet._tasks.values():
-        task.cancel()
-    await asyncio.gather(*made.fleet._tasks.values(), return_exceptions=True)
+    await made.close()
 
 
 async def test_the_usual_way(rig):
-    run = rig.attempt()
+    run = begin(rig)
     start = await rig.prefill[0].take("start")
     assert (tuple(start.prompt_ids), start.worker.worker_id) == (PROMPT, "p0")
     assert rig.fleet.link(rig.prefill[0].record).num_pending_tokens == 40
@@ -240,7 +165,7 @@ async def test_the_usual_way(rig):
 
 
 async def test_the_first_token_waits_for_the_grant(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await rig.prefill[0].take("start")
     run.emit_started()
     run.emit_first()
@@ -258,7 +183,7 @@ async def test_the_first_token_waits_for_the_grant(rig):
 
 
 async def test_the_verified_seal_brings_the_first_token_if_nothing_else_did(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await rig.prefill[0].take("start")
     run.emit_started()
     await rig.decode[0].take("reserve")
@@ -272,7 +197,7 @@ async def test_the_verified_seal_brings_the_first_token_if_nothing_else_did(rig)
 
 
 async def test_a_first_token_that_ends_the_request_needs_no_decode_worker(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await rig.prefill[0].take("start")
     run.emit_first(run.first(reason="stop"))
     assert await run.end() is None
@@ -282,7 +207,7 @@ async def test_a_first_token_that_ends_the_request_needs_no_decode_worker(rig):
 
 
 async def test_a_first_token_that_ends_a_granted_request_gives_the_grant_back(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await rig.prefill[0].take("start")
     run.emit_started()
     await rig.decode[0].take("reserve")
@@ -295,7 +220,7 @@ async def test_a_first_token_that_ends_a_granted_request_gives_the_grant_back(ri
 
 
 async def test_without_room_the_next_candidate_is_asked_and_the_last_may_wait(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await rig.prefill[0].take("start")
     run.emit_started()
     assert (await rig.decode[0].take("reserve")).wait_s == 0.0
@@ -308,7 +233,7 @@ async def test_without_room_the_next_candidate_is_asked_and_the_last_may_wait(ri
 
 
 async def test_what_a_refusing_candidate_says_later_changes_nothing(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await rig.prefill[0].take("start")
     run.emit_started()
     await rig.decode[0].take("reserve")
@@ -326,7 +251,7 @@ async def test_what_a_refusing_candidate_says_later_changes_nothing(rig):
 
 
 async def test_a_candidate_that_has_gone_is_passed_over(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await rig.prefill[0].take("start")
     rig.decode[0].hang_up()
     await run.settle()
@@ -338,7 +263,7 @@ async def test_a_candidate_that_has_gone_is_passed_over(rig):
 
 
 async def test_without_any_candidate_left_a_worker_was_lost(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await rig.prefill[0].take("start")
     for worker in rig.decode:
         worker.hang_up()
@@ -350,7 +275,7 @@ async def test_without_any_candidate_left_a_worker_was_lost(rig):
 
 
 async def test_a_busy_prefill_worker_ends_the_attempt(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await rig.prefill[0].take("start")
     run.emit_failed(rig.prefill[0], Busy("too many prompts", 3.0))
     error = await run.end()
@@ -361,7 +286,7 @@ async def test_a_busy_prefill_worker_ends_the_attempt(rig):
 @pytest.mark.parametrize("error", [EngineFailed("NaN"), TransferFailed("digest"), StaleEpoch("restarted")])
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 async def test_a_failure_arrives_as_what_it_was(rig, role, error):
-    run = rig.attempt()
+    run = begin(rig)
     await rig.prefill[0].take("start")
     run.emit_started()
     await rig.decode[0].take("reserve")
@@ -373,7 +298,7 @@ async def test_a_failure_arrives_as_what_it_was(rig, role, error):
 
 
 async def test_a_lost_prefill_worker_is_told_apart_from_one_that_was_done_with(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await run.to_decode()
     rig.prefill[0].hang_up()
     run.emit_token(1)
@@ -384,7 +309,7 @@ async def test_a_lost_prefill_worker_is_told_apart_from_one_that_was_done_with(r
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 async def test_a_lost_worker_ends_the_attempt_and_the_other_is_told(rig, role):
-    run = rig.attempt()
+    run = begin(rig)
     await rig.prefill[0].take("start")
     run.emit_started()
     await rig.decode[0].take("reserve")
@@ -397,7 +322,7 @@ async def test_a_lost_worker_ends_the_attempt_and_the_other_is_told(rig, role):
 
 
 async def test_positions_are_taken_in_order_and_once(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await run.to_decode()
     for position in (0, 1, 1, 0, 2, 1):
         run.emit_token(position)
@@ -412,7 +337,7 @@ async def test_positions_are_taken_in_order_and_once(rig):
 
 
 async def test_a_continuation_begins_after_what_is_committed(rig):
-    run = rig.attempt(committed=(1, 2, 3))
+    run = begin(rig, committed=(1, 2, 3))
     start = await rig.prefill[0].take("start")
     assert list(start.output_ids) == [1, 2, 3]
     assert rig.fleet.link(rig.prefill[0].record).num_pending_tokens == 43
@@ -441,7 +366,7 @@ NONSENSE: dict[str, Callable[[Run], None]] = {
 
 @pytest.mark.parametrize("name", NONSENSE)
 async def test_what_makes_no_sense_is_a_failed_transfer(rig, name):
-    run = rig.attempt()
+    run = begin(rig)
     await rig.prefill[0].take("start")
     run.emit_started()
     await rig.decode[0].take("reserve")
@@ -451,7 +376,7 @@ async def test_what_makes_no_sense_is_a_failed_transfer(rig, name):
 
 
 async def test_a_seal_must_name_the_first_token_that_was_streamed(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await rig.prefill[0].take("start")
     run.emit_started()
     await rig.decode[0].take("reserve")
@@ -463,7 +388,7 @@ async def test_a_seal_must_name_the_first_token_that_was_streamed(rig):
 
 
 async def test_an_output_ends_once(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await run.to_decode()
     run.emit_token(1)
     run.emit_token(1, reason="stop")
@@ -471,14 +396,14 @@ async def test_an_output_ends_once(rig):
 
 
 async def test_an_unknown_finish_reason_is_a_typed_error(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await run.to_decode()
     rig.decode[0].emit(token=pb.DecodeToken(handoff_id=run.id, position=1, finish_reason=99))
     assert isinstance(await run.end(), EngineFailed)
 
 
 async def test_a_second_grant_and_events_of_others_change_nothing(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await run.to_decode()
     run.emit_granted()
     rig.prefill[1].emit(started=pb.PrefillStarted(handoff_id=run.id))
@@ -490,7 +415,7 @@ async def test_a_second_grant_and_events_of_others_change_nothing(rig):
 
 
 async def test_credit_is_topped_up_as_tokens_are_taken(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await run.to_decode()
     for position in range(1, CREDIT_TOKENS + 1):
         run.emit_token(position)
@@ -501,13 +426,13 @@ async def test_credit_is_topped_up_as_tokens_are_taken(rig):
 
 
 async def test_a_cancel_ends_it_at_any_stage_with_aborts_to_both(rig):
-    run = rig.attempt()
+    run = begin(rig)
     await run.to_decode()
     run.live.cancelled.set()
     assert isinstance(await run.end(), Cancelled)
     await rig.decode[0].take("abort")
     assert rig.prefill[0].commands.empty(), "it was released before"
-    early = rig.attempt()
+    early = begin(rig)
     early.live.cancelled.set()
     assert isinstance(await early.end(), Cancelled)
     await rig.prefill[0].take("start")
@@ -515,7 +440,7 @@ async def test_a_cancel_ends_it_at_any_stage_with_aborts_to_both(rig):
 
 
 async def test_the_deadline_ends_it(rig):
-    run = rig.attempt(deadline_s=0.05)
+    run = begin(rig, deadline_s=0.05)
     await rig.prefill[0].take("start")
     rig.clock.advance(0.05)
     error = await run.end()
@@ -525,7 +450,7 @@ async def test_the_deadline_ends_it(rig):
 
 
 async def test_a_reader_that_stops_early_ends_it(rig):
-    run = rig.attempt()
+    run = begin(rig)
     run._task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await run._task
@@ -551,7 +476,7 @@ async def test_a_reader_that_stops_early_ends_it(rig):
 
 
 async def test_a_prompt_computed_on_decode_has_no_prefill_side(rig):
-    run = rig.attempt(is_local=True)
+    run = begin(rig, is_local=True)
     reserve = await rig.decode[0].take("reserve")
     assert reserve.is_local
     for position in range(3):
@@ -563,7 +488,7 @@ async def test_a_prompt_computed_on_decode_has_no_prefill_side(rig):
 
 
 async def test_a_recovery_on_decode_alone_after_an_attempt_that_got_a_first_token(rig):
-    run = rig.attempt(committed=(1,), is_local=True)
+    run = begin(rig, committed=(1,), is_local=True)
     run.live.clock.mark(Mark.STARTED)
     run.live.clock.mark(Mark.FIRST_TOKEN)
     await rig.decode[0].take("reserve")
@@ -574,7 +499,7 @@ async def test_a_recovery_on_decode_alone_after_an_attempt_that_got_a_first_toke
 
 
 async def test_when_no_decode_worker_takes_the_prompt_alone_the_service_is_unavailable(rig):
-    run = rig.attempt(is_local=True)
+    run = begin(rig, is_local=True)
     for worker in rig.decode:
         await worker.take("reserve")
         run.emit_failed(worker, Busy("too long"))

@@ -1,0 +1,246 @@
+"""A generation from prompt to last chunk: retries, stops, early ends, and what is counted of them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from cluster.block_index import BlockIndex
+from cluster.store import Store
+from core.errors import (
+    EngineFailed,
+    InvalidRequest,
+    ModelNotFound,
+    TandemError,
+    TransferFailed,
+    Unavailable,
+    WorkerLost,
+)
+from gateway.fleet import Fleet
+from gateway.metrics import GatewayMetrics
+from gateway.orchestrator import MAX_ATTEMPTS, Orchestrator
+from gateway.serving import Ask, Prompt, Serving, TextChunk, TextGeneration
+from proto import convert
+from proto import session_pb2 as pb
+from proto import types_pb2 as types
+from tests.gateway.peers import LIMIT_S, Rig, Worker
+
+ASK = Ask("m", Prompt("prompt", text="hello"), 8, temperature=0.0)
+
+
+class Served:
+    """A front's view of the rig, with the worker's events for one handoff at a time."""
+
+    def __init__(self, rig: Rig, tokenizer: Any) -> None:
+        self.rig = rig
+        self.metrics = GatewayMetrics(list)
+        index = BlockIndex(Store("redis://127.0.0.1:1"))
+        orchestrator = Orchestrator(rig.fleet, index, rig.rows, self.metrics)
+        self.serving = Serving("m", tokenizer, rig.fleet, orchestrator, self.metrics, 60.0)
+
+    def outcomes(self) -> dict[str, float]:
+        samples = self.metrics.requests.collect()[0].samples
+        return {s.labels["outcome"]: s.value for s in samples if s.name == "tandem_requests_total"}
+
+    async def start(self) -> pb.PrefillStart:
+        """The start command, at whichever prefill worker it arrives."""
+        commands = [asyncio.create_task(worker.take("start")) for worker in self.rig.prefill]
+        done, waiting = await asyncio.wait(commands, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return done.pop().result()
+
+    async def to_decode(self, first: str) -> Worker:
+        """Up to the verified seal; the decode worker."""
+        start = await self.start()
+        self.handoff_id = start.handoff_id
+        prefill = next(w for w in self.rig.prefill if w.record.worker_id == start.worker.worker_id)
+        prefill.emit(started=pb.PrefillStarted(handoff_id=start.handoff_id))
+        decode = self.rig.decode[0]
+        await decode.take("reserve")
+        decode.emit(granted=pb.DecodeGranted(grant=types.Grant(handoff_id=start.handoff_id)))
+        await prefill.take("grant")
+        token = types.FirstToken(token_id=ord(first), position=len(start.output_ids))
+        decode.emit(seal_verified=pb.DecodeSealVerified(handoff_id=start.handoff_id, first_tokens=[token]))
+        await prefill.take("release")
+        self.position = len(start.output_ids)
+        return decode
+
+    def emit(self, decode: Worker, text: str, reason: str = "") -> None:
+        for character in text:
+            self.position += 1
+            is_last = character == text[-1] and reason
+            token = pb.DecodeToken(
+                handoff_id=self.handoff_id,
+                position=self.position,
+                token_id=ord(character),
+                finish_reason=convert.FINISH_REASONS[reason if is_last else ""],
+            )
+            decode.emit(token=token)
+
+
+@pytest_asyncio.fixture
+async def served(tiny_tokenizer) -> AsyncIterator[Served]:
+    rig = Rig()
+    await rig.connect()
+    yield Served(rig, tiny_tokenizer)
+    rig.assert_clean()
+    await rig.close()
+
+
+def collect(generation: TextGeneration) -> "asyncio.Task[list[TextChunk]]":
+    async def gather() -> list[TextChunk]:
+        async with asyncio.timeout(LIMIT_S):
+            return [chunk async for chunk in generation.chunks()]
+
+    return asyncio.create_task(gather())
+
+
+async def test_chunks_are_the_text_and_the_last_has_the_reason(served):
+    generation = await served.serving.prepare(ASK)
+    chunks = collect(generation)
+    decode = await served.to_decode("a")
+    served.emit(decode, "bcd", "length")
+    parts = await chunks
+    assert "".join(part.text for part in parts) == "abcd"
+    assert [part.finish_reason for part in parts] == ["", "", "", "length"]
+    assert generation.usage.num_completion_tokens == 4
+    assert served.outcomes() == {"length": 1}
+
+
+async def test_a_stop_string_ends_both_tiers_work_and_what_came_after_is_not_counted(served):
+    generation = await served.serving.prepare(Ask("m", Prompt("prompt", text="x"), 32, stop=("cd",)))
+    chunks = collect(generation)
+    decode = await served.to_decode("a")
+    served.emit(decode, "bcdefg")
+    parts = await chunks
+    assert "".join(part.text for part in parts) == "ab"
+    assert parts[-1].finish_reason == "stop"
+    assert generation.usage.num_completion_tokens == 4
+    await decode.take("abort")
+
+
+async def test_a_consumer_that_stops_early_has_aborted_when_close_returns(served):
+    generation = await served.serving.prepare(ASK)
+    chunks = generation.chunks()
+    first = asyncio.ensure_future(anext(chunks))
+    decode = await served.to_decode("a")
+    assert (await first).text == "a"
+    assert len(served.serving.orchestrator.live) == 1
+    await chunks.aclose()
+    served.rig.assert_clean()
+    assert not served.serving.orchestrator.live
+    assert served.outcomes() == {"cancelled": 1}
+    await decode.take("abort")
+
+
+async def test_a_stream_goes_on_where_it_was_after_its_decode_worker_was_lost(served):
+    generation = await served.serving.prepare(ASK)
+    chunks = collect(generation)
+    decode = await served.to_decode("a")
+    served.emit(decode, "bc")
+    await asyncio.sleep(0.01)
+    served.rig.fleet._registered.discard(decode.record.key)
+    decode.hang_up()
+    second, again = served.rig.decode[1], await served.start()
+    assert bytes(again.output_ids) == b"abc"
+    prefill = next(w for w in served.rig.prefill if w.record.worker_id == again.worker.worker_id)
+    prefill.emit(started=pb.PrefillStarted(handoff_id=again.handoff_id))
+    await second.take("reserve")
+    second.emit(granted=pb.DecodeGranted(grant=types.Grant(handoff_id=again.handoff_id)))
+    token = types.FirstToken(token_id=ord("d"), position=3)
+    second.emit(seal_verified=pb.DecodeSealVerified(handoff_id=again.handoff_id, first_tokens=[token]))
+    served.handoff_id, served.position = again.handoff_id, 3
+    served.emit(second, "e", "length")
+    assert "".join(part.text for part in await chunks) == "abcde"
+    assert generation.timing.num_attempts == 2
+    assert generation.timing.causes == ("worker_lost",)
+
+
+async def test_the_retry_budget_ends(served):
+    generation = await served.serving.prepare(ASK)
+    chunks = collect(generation)
+    for _ in range(MAX_ATTEMPTS):
+        start = await served.start()
+        prefill = next(w for w in served.rig.prefill if w.record.worker_id == start.worker.worker_id)
+        error = convert.error_to_proto(TransferFailed("digest"))
+        prefill.emit(failed=pb.Failed(handoff_id=start.handoff_id, error=error))
+        await prefill.take("abort")
+    with pytest.raises(TransferFailed):
+        await chunks
+    assert served.outcomes() == {"transfer_failed": 1}
+    assert not served.serving.orchestrator.live
+
+
+async def test_an_error_that_no_retry_mends_ends_at_once(served):
+    chunks = collect(await served.serving.prepare(ASK))
+    start = await served.start()
+    prefill = next(w for w in served.rig.prefill if w.record.worker_id == start.worker.worker_id)
+    error = convert.error_to_proto(EngineFailed("NaN"))
+    prefill.emit(failed=pb.Failed(handoff_id=start.handoff_id, error=error))
+    with pytest.raises(EngineFailed):
+        await chunks
+
+
+async def test_an_abort_by_either_id_ends_the_request(served):
+    ask = Ask("m", Prompt("prompt", text="x"), 8, client_request_id="mine")
+    for by_client in (True, False):
+        generation = await served.serving.prepare(ask)
+        chunks = collect(generation)
+        start = await served.start()
+        orchestrator = served.serving.orchestrator
+        assert not orchestrator.abort("")
+        assert orchestrator.abort("mine" if by_client else generation.request_id)
+        with pytest.raises(TandemError, match="aborted"):
+            await chunks
+        assert not orchestrator.abort("mine")
+        prefill = next(w for w in served.rig.prefill if w.record.worker_id == start.worker.worker_id)
+        await prefill.take("abort")
+
+
+REFUSED: dict[str, tuple[Ask, type[TandemError]]] = {
+    "a model": (Ask("other", Prompt("prompt", text="x")), ModelNotFound),
+    "no text": (Ask("m", Prompt("prompt", text="")), InvalidRequest),
+    "no ids": (Ask("m", Prompt("prompt", token_ids=())), InvalidRequest),
+    "an id beyond the workers' vocabulary": (Ask("m", Prompt("prompt", token_ids=(300,))), InvalidRequest),
+    "a stop id beyond it": (Ask("m", Prompt("prompt", text="x"), stop_token_ids=(300,)), InvalidRequest),
+    "a prompt as long as the context": (Ask("m", Prompt("prompt", token_ids=(1,) * 512)), InvalidRequest),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_depends_on_the_model_is_refused_before_any_work(served, name):
+    ask, kind = REFUSED[name]
+    with pytest.raises(kind) as caught:
+        await served.serving.prepare(ask)
+    assert served.outcomes() == {caught.value.code.value: 1}
+    assert all(worker.commands.empty() for worker in served.rig.workers)
+
+
+async def test_an_output_is_cut_to_the_context(served):
+    generation = await served.serving.prepare(Ask("m", Prompt("prompt", token_ids=(1,) * 500), 1000))
+    assert generation._generation.request.params.max_tokens == 12
+
+
+async def test_without_a_decode_worker_the_service_is_unavailable(served):
+    for worker in served.rig.decode:
+        worker.hang_up()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    with pytest.raises(Unavailable):
+        await served.serving.prepare(ASK)
+
+
+async def test_workers_that_vanish_between_admission_and_routing_are_lost_ones(served):
+    generation = await served.serving.prepare(ASK)
+    for worker in served.rig.workers:
+        worker.hang_up()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    fleet: Fleet = served.rig.fleet
+    fleet._registered = set()
+    with pytest.raises(WorkerLost):
+        await collect(generation)
