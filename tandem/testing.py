@@ -2,6 +2,7 @@
 Unlike `tandem serve` it restarts nothing by itself."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -52,7 +53,8 @@ class ManagedProcess:
 
     def signal_all(self, number: int) -> None:
         """To the process and its children (a worker's engine): they are one process group."""
-        os.killpg(self.process.pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     async def kill(self) -> None:
         """SIGKILL for the whole group, as a machine's failure would."""

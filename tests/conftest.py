@@ -22,11 +22,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def oracle(tiny_model: Path) -> Iterator[Oracle]:
     """`oracle(prompt_ids, max_tokens=8, ...)`: the tokens of one process, batch of one, cache off, float32."""
+    import torch
+
     from core.kv_spec import DType
     from core.sampling import SamplingParams
     from engine.config import EngineConfig
     from engine.llm import LLM
 
+    torch.set_num_threads(1)  # two threads on busy cores wait for each other
     llm = LLM(EngineConfig(str(tiny_model), DType.FLOAT32, num_blocks=256, enable_prefix_cache=False))
 
     def generate(prompt_ids: Sequence[int], **params: object) -> list[int]:
