@@ -1,6 +1,7 @@
 """The decode tier as its engine process drives it. The tests play the connector and write the KV."""
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,13 @@ from core.errors import ErrorCode
 from core.grant import FirstToken
 from core.ids import HandoffId, RequestId
 from core.sampling import SamplingParams
-from decode_service.scheduler import MAX_QUEUED_RESERVES, SUSPEND_LIMIT_S, DecodeTier, Reservation
+from decode_service.scheduler import (
+    MAX_LOCAL_TOKENS,
+    MAX_QUEUED_RESERVES,
+    SUSPEND_LIMIT_S,
+    DecodeTier,
+    Reservation,
+)
 from engine.block_pool import BlockPool, BlockState
 from engine.engine import Engine
 from engine.hash_runner import HashRunner, expected_outputs
@@ -135,10 +142,11 @@ def reserve(
     wait_s: float = 0.0,
     credit: int = 256,
     output: Seq[int] = (),
+    is_local: bool = False,
     **params: object,
 ) -> Reserve:
     sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **params})
-    return Reserve(id_of(number), list(prompt), list(output), sampling, wait_s, credit)
+    return Reserve(id_of(number), list(prompt), list(output), sampling, wait_s, credit, is_local)
 
 
 def expected(command: Reserve) -> list[int]:
@@ -429,6 +437,42 @@ def test_a_step_that_raises_fails_those_that_it_computed_and_no_reserve():
     assert rig.is_idle()
 
 
+def test_a_prompt_is_computed_here_in_chunks_between_the_others_tokens():
+    rig = Rig(num_blocks=24, token_budget=16)
+    stream, local = reserve(1, range(20), 12), reserve(2, range(100, 150), 6, is_local=True)
+    rig.activate(stream, rig.reserve(stream))
+    rig.tokens[id_of(2)] = []
+    assert rig.do(local) == []
+    events = [event for _ in range(4) for event in rig.step()]
+    assert [event.id for event in events] == [id_of(1)] * 4 + [id_of(2)]
+    rig.run()
+    assert [rig.tokens[command.id] for command in (stream, local)] == [expected(stream), expected(local)]
+    assert rig.is_idle()
+
+
+def test_only_a_short_prompt_is_computed_here_unless_it_is_cached():
+    rig = Rig(num_blocks=24)
+    limits = rig.tier.engine.scheduler.limits
+    rig.tier.engine.scheduler.limits = replace(limits, context_len=4000)
+    big = BlockPool(200)
+    rig.pool = rig.tier.engine.scheduler.pool = big
+    long = reserve(1, range(MAX_LOCAL_TOKENS + 1), is_local=True)
+    assert codes(rig.do(long)) == {id_of(1): ErrorCode.BUSY}
+    for block_hash in hash_chain(range(MAX_LOCAL_TOKENS), "model"):
+        (block,) = big.allocate(1)
+        big.register(block, block_hash)
+        big.release([block])
+    assert rig.do(reserve(2, range(MAX_LOCAL_TOKENS + 1), is_local=True)) == []
+    rig.do(AbortWork(id_of(2)))
+    assert rig.is_idle()
+
+
+def test_without_a_place_a_local_prompt_is_refused_at_once():
+    rig = Rig(max_batch=1)
+    rig.reserve(reserve(1, range(20)))
+    assert codes(rig.do(reserve(2, range(20), is_local=True))) == {id_of(2): ErrorCode.BUSY}
+
+
 class Story:
     """Any order of commands, as a gateway with several requests may send them, with stale and repeated ones."""
 
@@ -440,9 +484,9 @@ class Story:
         self.ended: set[HandoffId] = set()
 
     def reserve(
-        self, number: int, kind: int, length: int, max_tokens: int, wait_s: float, credit: int
+        self, number: int, kind: int, length: int, max_tokens: int, wait_s: float, credit: int, is_local: bool
     ) -> None:
-        command = reserve(number, [kind] * length, max_tokens, wait_s, credit)
+        command = reserve(number, [kind] * length, max_tokens, wait_s, credit, is_local=is_local)
         if command.id not in self.reserves:
             self.reserves[command.id] = command
             self.rig.tokens[command.id] = []
@@ -520,6 +564,7 @@ ACTIONS = st.one_of(
         st.integers(2, 60),
         st.sampled_from([0.0, 5.0]),
         st.sampled_from([0, 3, 256]),
+        st.booleans(),
     ),
     st.tuples(st.just(Story.activate), NUMBER),
     st.tuples(st.just(Story.activate), NUMBER),

@@ -244,15 +244,19 @@ async def test_a_malformed_frame_ends_the_loop(pair, tier):
     assert isinstance(service.worker.error, msgspec.MsgspecError)
 
 
+class Broken(Scheduler):
+    def schedule(self) -> list[Work]:
+        raise LookupError("the queue is broken")
+
+
 async def test_scheduling_that_fails_ends_the_loop_rather_than_spinning(pair, tier):
     """No request of a step is to blame, so none can be failed: another process must take over."""
-    tier.engine.scheduler.pool.allocate(1)
-    tier.engine.scheduler.pool._evictable[99] = None  # a pool that is broken
+    scheduler = tier.engine.scheduler
+    tier.engine.scheduler = Broken(scheduler.limits, scheduler.pool, scheduler.clock)
     async with running(pair, tier) as service:
-        service.channel.send(Commands([start(1, [1] * (16 * BLOCK))]))
-        while await service.channel.receive() is not None:
-            pass
-    assert isinstance(service.worker.error, KeyError | AssertionError | IndexError)
+        assert await service.channel.receive() is not None
+        assert await service.channel.receive() is None
+    assert isinstance(service.worker.error, LookupError)
 
 
 async def test_an_idle_loop_proves_its_pool_and_ends_when_it_is_wrong(pair, tier):
