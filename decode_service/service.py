@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from cluster.block_index import BlockPublisher
 from cluster.handoff_host import Entry, HandoffHost
 from cluster.session import Outbox
-from core.errors import TandemError, error_from
+from core.errors import StaleEpoch, TandemError, error_from
 from core.ids import HandoffId
 from core.load import Load
 from decode_service.handoff import DecodeHandoff, Granter
@@ -143,7 +143,11 @@ class DecodeService(
         if entry.ending is not None:
             return
         grant = self._granter.grant(reserved)
-        self._receivers.expect(grant, reserved.chain_hash)
+        try:
+            self._receivers.expect(grant, reserved.chain_hash)
+        except StaleEpoch as error:
+            self.fail(entry, error)
+            return
         entry.handoff.grant = grant
         entry.task = self.spawn(self._receive(entry))
         entry.events.put(pb.DecodeEvent(granted=pb.DecodeGranted(grant=convert.grant_to_proto(grant))))

@@ -23,9 +23,7 @@ from core.worker import Role, WorkerRecord
 from engine.block_pool import BlockPool
 from engine.engine import Engine
 from engine.hash_runner import HashRunner
-from engine.messages import AnyCommand, Report
 from engine.scheduler import Scheduler, SchedulerLimits
-from engine.worker_loop import report
 from kv_transfer.base import Identity, TransferOptions
 from kv_transfer.connectors import ReceiverSet, create_receivers, create_senders
 from kv_transfer.loopback import LoopbackNetwork
@@ -33,6 +31,7 @@ from prefill_service.scheduler import PrefillTier
 from prefill_service.service import PrefillService
 from proto import convert
 from proto import session_pb2 as pb
+from tests.engine.inline_engine import InlineEngine
 
 SPEC = KVSpec(1, 1, 2, 16, DType.FLOAT16, "model")
 NUM_BLOCKS, CONTEXT = 16, 300
@@ -54,45 +53,6 @@ class Runner(HashRunner):
                 self.steps_to_failure = None
                 raise RuntimeError("the device is gone")
         return super().run(work)
-
-
-class InlineEngine:
-    """Stands where EngineProcess does: one step a tick while `can_step` is set."""
-
-    def __init__(self, tier: PrefillTier) -> None:
-        self.tier = tier
-        self.can_step = asyncio.Event()
-        self.can_step.set()
-        self._commands: asyncio.Queue[AnyCommand] = asyncio.Queue()
-        self._reports: asyncio.Queue[Report] = asyncio.Queue()
-
-    def send(self, *commands: AnyCommand) -> None:
-        for command in commands:
-            self._commands.put_nowait(command)
-
-    async def reports(self) -> AsyncIterator[Report]:
-        while True:
-            yield await self._reports.get()
-
-    async def run(self) -> None:
-        while True:
-            self.tier.handle(await self._commands.get())
-            await self._steps()
-
-    async def _steps(self) -> None:
-        did_work = True
-        while did_work:
-            await self.can_step.wait()
-            try:
-                did_work = self.tier.step()
-            except RuntimeError as error:
-                self.tier.fail_step(error)
-            self.tier.announce([])
-            self._reports.put_nowait(report(self.tier))
-            while not self._commands.empty():
-                self.tier.handle(self._commands.get_nowait())
-                did_work = True
-            await asyncio.sleep(0)
 
 
 @dataclass
