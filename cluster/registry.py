@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 3
 RENEW_S = 1.0
 MAX_EVENTS = 10_000
+MAX_SIZE = 1 << 31
 MAX_IGNORED = 1000
 _RECORD = b"record"
 _EPOCH = b"epoch"
@@ -159,6 +160,11 @@ def _check(record: WorkerRecord, member: bytes) -> None:
     sizes = (spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.block_size, record.context_len)
     if min(*sizes, record.vocab_size, record.num_blocks, record.max_batch) <= 0:
         raise ValueError("a size is not positive")
+    if max(*sizes, record.vocab_size, record.num_blocks, record.max_batch) >= MAX_SIZE:
+        raise ValueError("a size is absurd")
+    host, _, port = record.address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"the address {record.address!r} is not host:port")
 
 
 def _decode_load(value: bytes | None) -> Load | None:

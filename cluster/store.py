@@ -6,8 +6,9 @@ answer is never read by the next caller.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from prometheus_client import Counter, Histogram
@@ -50,7 +51,7 @@ class Store:
             return None
         started_s = self._clock()
         try:
-            async with asyncio.timeout(limit_s):
+            async with _cancellable(), asyncio.timeout(limit_s):
                 answer = await make(self.redis)
         except ResponseError as error:
             self._refused(error)
@@ -89,3 +90,17 @@ class Store:
         if not self.is_up:
             self.is_up = True
             logger.info("Redis answers again")
+
+
+@contextlib.asynccontextmanager
+async def _cancellable() -> AsyncIterator[None]:
+    """Nobody's cancellation is lost in the block. redis-py sends through `asyncio.wait_for`, which on Python 3.11
+    forgets a cancellation that comes together with the result: the caller would go on for a client that has left."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        yield
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError

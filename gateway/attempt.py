@@ -211,6 +211,7 @@ class Attempt:
         self._settle_prefill_load()
         self._first = _only(event.first_tokens)
         if self._first.finish_reason:
+            self._report.decode_worker_id = ""
             self._is_over = True
             return self._commit_first()
         return self._commit_first() if self._is_granted else []

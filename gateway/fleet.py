@@ -14,6 +14,7 @@ from gateway.router import Candidate
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
+MAX_RECONNECT_S = 2.0
 WorkerKey = tuple[WorkerId, Epoch]
 
 
@@ -56,7 +57,7 @@ class Fleet:
         return [
             Candidate(link.record, link.load, link.num_pending_tokens, link.num_open)
             for link in self._links.values()
-            if link.is_up and link.record.role is role
+            if link.is_up and link.record.role is role and self._fits(link.record)
         ]
 
     @property
@@ -102,12 +103,14 @@ class Fleet:
                 self._tasks[key] = asyncio.create_task(self._keep(key))
 
     def _is_usable(self, record: WorkerRecord) -> bool:
-        """One model a gateway: workers of another are not ours. The first worker decides which weights and which pool
-        geometry the model's id stands for; one that differs is refused, said once with both values."""
-        if record.model != self._model_id:
-            return False
+        """One model a gateway: workers of another are not ours."""
+        return record.model == self._model_id and self._fits(record)
+
+    def _fits(self, record: WorkerRecord) -> bool:
+        """The first worker that answers decides which weights and which pool geometry the model's id stands for; one
+        that differs is refused, said once with both values."""
         if self._reference is None:
-            self._reference = record
+            return True
         mismatch = self._reference.kv_spec.mismatch(record.kv_spec)
         if mismatch is not None and record.key not in self._refused:
             self._refused.add(record.key)
@@ -120,6 +123,7 @@ class Fleet:
         """Hold a session with one incarnation, reconnecting while it is registered. Each session's end is told, and
         once why none can be had."""
         told = ""
+        pause_s = RECONNECT_S
         while True:
             link = self._links[key]
             reason = await self._hold(link)
@@ -129,7 +133,8 @@ class Fleet:
                 logger.warning("no session with %s: %s", link.record.worker_id, reason)
             if key not in self._registered:
                 break
-            await asyncio.sleep(RECONNECT_S)
+            pause_s = RECONNECT_S if link.was_up else min(2 * pause_s, MAX_RECONNECT_S)
+            await asyncio.sleep(pause_s)
             self._links[key] = WorkerLink(link.record, self._gateway_id, self._open_session)
         del self._links[key]
         self._tasks.pop(key, None)
@@ -150,4 +155,5 @@ class Fleet:
 
     async def _notice(self, link: WorkerLink) -> None:
         await link.up.wait()
+        self._reference = self._reference or link.record
         self._changed.set()

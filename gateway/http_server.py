@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -23,6 +23,7 @@ TIMING_HEADER = "x-tandem-timing"
 REQUEST_ID_HEADER = "x-request-id"
 Answer = TypeVar("Answer")
 RETRY_AFTER_S = 1
+BODY_TIMEOUT_S = 30.0
 
 
 class HttpFront:
@@ -101,7 +102,16 @@ class HttpFront:
         return JSONResponse({**names, "workers": workers, "requests": live})
 
     async def _read(self, request: Request) -> bytes:
-        """The body, bounded. Raises HTTPException 413."""
+        """The body, bounded in bytes and time. Raises HTTPException 413, 408, or 499 when the client left."""
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await self._read_bounded(request)
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+        except ClientDisconnect:
+            raise HTTPException(499, "the client left") from None
+
+    async def _read_bounded(self, request: Request) -> bytes:
         chunks: list[bytes] = []
         num_bytes = 0
         async for chunk in request.stream():

@@ -172,8 +172,13 @@ class WorkerLink:
 
     def _greet(self, hello: pb.WorkerHello) -> None:
         """Raises WorkerLost when another incarnation or model answers at that address."""
-        if hello.worker.epoch != self.record.epoch:
-            raise WorkerLost(f"{self.record.worker_id} has restarted")
+        record = self.record
+        if hello.worker.epoch != record.epoch:
+            raise WorkerLost(f"{record.worker_id} has restarted")
+        told = (hello.worker.worker_id, hello.num_blocks, hello.context_len, hello.max_batch)
+        registered = (record.worker_id, record.num_blocks, record.context_len, record.max_batch)
+        if told != registered:
+            raise WorkerLost(f"{record.worker_id} differs from its registration: {told}, not {registered}")
         mismatch = self.record.kv_spec.mismatch(convert.kv_spec_from_proto(hello.kv_spec))
         if mismatch is not None:
             raise WorkerLost(f"{self.record.worker_id} differs from its registration: {mismatch}")

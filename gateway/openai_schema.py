@@ -3,7 +3,7 @@ known ones that are not supported yet are refused by name unless they ask for wh
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import from_json
 
 from core.errors import InvalidRequest
@@ -11,6 +11,8 @@ from gateway.serving import MAX_STOP_LEN, MAX_STOP_STRINGS, Ask, Prompt
 
 MAX_TOKENS = 2**31 - 1
 MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+MAX_PROMPT_IDS = 1 << 20
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
 
@@ -85,18 +87,24 @@ class _Common(_Body):
 class CompletionBody(_Common):
     """POST /v1/completions. One prompt a request: text, a list of token ids, or a list holding just one of them."""
 
-    prompt: str | list[TokenId] | Annotated[list[str], Field(max_length=1)] | list[list[TokenId]]
+    prompt: str | Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_PROMPT_IDS)]
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _only_prompt(cls, prompt: Any) -> Any:
+        """Unwrap a list of one prompt. Looks at the outermost shape only, so that no list is too long to refuse."""
+        if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
+            return prompt
+        if len(prompt) > 1:
+            raise ValueError("one prompt per request is supported")
+        return prompt[0]
 
     def ask(self, client_request_id: str) -> Ask:
-        prompt = self.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            if len(prompt) > 1:
-                raise InvalidRequest("prompt", "one prompt per request is supported")
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return self.to_ask(Prompt("prompt", text=prompt), self.max_tokens, client_request_id)
-        token_ids = tuple(token_id for token_id in prompt if isinstance(token_id, int))
-        return self.to_ask(Prompt("prompt", token_ids=token_ids), self.max_tokens, client_request_id)
+        text = self.prompt if isinstance(self.prompt, str) else None
+        token_ids = None if isinstance(self.prompt, str) else tuple(self.prompt)
+        return self.to_ask(
+            Prompt("prompt", text=text, token_ids=token_ids), self.max_tokens, client_request_id
+        )
 
 
 class TextPart(_Body):
@@ -106,7 +114,7 @@ class TextPart(_Body):
 
 class Message(_Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
     def plain(self) -> dict[str, str]:
         """As templates want it; `developer` is OpenAI's newer name of `system`."""
@@ -119,7 +127,7 @@ class Message(_Body):
 class ChatBody(_Common):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
 
     def ask(self, client_request_id: str) -> Ask:
@@ -134,7 +142,7 @@ class TokenizeBody(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
 
     def to_prompt(self) -> Prompt:
         if self.messages is not None:
@@ -164,5 +172,10 @@ def parse_body(raw: bytes, kind: type[_Body]) -> Any:
 
 def _refuse_unsupported(data: dict[str, Any]) -> None:
     for name, harmless in _UNSUPPORTED.items():
-        if name in data and not any(data[name] == value for value in harmless):
+        if name in data and not any(_is_same(data[name], value) for value in harmless):
             raise InvalidRequest(name, f"{name} is not supported yet")
+
+
+def _is_same(given: Any, harmless: Any) -> bool:
+    """Equal, and no boolean taken for a number."""
+    return bool(given == harmless) and isinstance(given, bool) == isinstance(harmless, bool)

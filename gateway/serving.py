@@ -121,6 +121,7 @@ class Serving:
         """Off the event loop. Raises InvalidRequest naming the prompt's field."""
         if prompt.token_ids is not None:
             return self._check_ids(prompt)
+        self._check_len(prompt)
         if prompt.messages is not None:
             ids = await asyncio.to_thread(self.tokenizer.encode_chat, prompt.messages)
         else:
@@ -153,6 +154,17 @@ class Serving:
             self.metrics.requests.labels(outcome=error.code.value).inc()
             raise
         return TextGeneration(generation, TextStream(self.tokenizer, ask.stop), self.metrics)
+
+    def _check_len(self, prompt: Prompt) -> None:
+        """Text that cannot fit however it is cut into tokens is not worth cutting."""
+        texts = [prompt.text or ""] if prompt.messages is None else [m["content"] for m in prompt.messages]
+        num_characters = sum(map(len, texts))
+        limit = self.context_len * self.tokenizer.longest_token_len
+        if num_characters > limit:
+            message = (
+                f"the prompt has {num_characters} characters, more than {self.context_len} tokens can hold"
+            )
+            raise InvalidRequest(prompt.field, message)
 
     def _check_ids(self, prompt: Prompt) -> list[int]:
         ids = list(prompt.token_ids or ())

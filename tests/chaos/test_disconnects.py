@@ -43,7 +43,8 @@ async def run(model: Path, num_clients: int) -> None:
     rng = random.Random(7)
     gate = asyncio.Semaphore(NUM_AT_ONCE)
     async with (
-        LocalCluster(model, worker_arguments=WORKER) as cluster, grpc.aio.insecure_channel(cluster.grpc) as channel,
+        LocalCluster(model, worker_arguments=WORKER) as cluster,
+        grpc.aio.insecure_channel(cluster.grpc) as channel,
         httpx.AsyncClient(base_url=cluster.http) as http,
     ):
         stub = client_pb2_grpc.TandemStub(channel)

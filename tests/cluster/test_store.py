@@ -102,3 +102,22 @@ async def test_a_refused_call_is_no_sign_of_a_dead_server_and_told_once(redis, c
     assert store.is_up
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "WRONGTYPE" in caplog.text
+
+
+@pytest.mark.parametrize("num_turns", range(7))
+async def test_a_cancellation_is_never_lost_in_a_call(redis, num_turns):
+    store = redis.store()
+    await store.call(lambda client: client.ping())
+
+    async def calls() -> str:
+        await store.call(lambda client: client.get("key"))
+        await asyncio.sleep(3600)
+        return "went on"
+
+    task = asyncio.create_task(calls())
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    _, pending = await asyncio.wait([task], timeout=1)
+    assert not pending, "the cancellation was swallowed"
+    assert task.cancelled()

@@ -248,3 +248,45 @@ async def test_models_health_ready_and_cluster(http, client):
     cluster = (await http.get("/cluster")).json()
     assert {worker["record"]["role"] for worker in cluster["workers"]} == {"prefill", "decode"}
     assert (await http.get("/nothing")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [["x"]] * 1_000_000},
+        {"prompt": [None] * 1_000_000},
+        {"prompt": [1.5] * 1_000_000},
+        {"prompt": "a" * 7_900_000},
+        {"prompt": "a b" * 2_600_000},
+        {"prompt": "a", "stop": [None] * 1_000_000},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}] * 100_000}]},
+        {"messages": [{"role": "user", "content": "x" * 7_900_000}]},
+    ],
+    ids=lambda body: f"{next(iter(body))}-{str(body)[:30]}",
+)
+async def test_a_huge_body_is_refused_and_holds_nobody_up(http, body):
+    raw = json.dumps({"model": MODEL, **body}).encode()
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    attack = asyncio.create_task(http.post(path, content=raw))
+    slowest_s = 0.0
+    while not attack.done():
+        started_s = asyncio.get_running_loop().time()
+        assert (await http.get("/health")).status_code == 200
+        slowest_s = max(slowest_s, asyncio.get_running_loop().time() - started_s)
+        await asyncio.sleep(0.01)
+    assert (await attack).status_code == 400, (await attack).text[:300]
+    assert slowest_s < 3.0, "sessions would break"
+
+
+async def test_a_client_that_leaves_a_prompt_whose_prefix_is_being_looked_up_is_noticed(http, cluster):
+    """A cancellation that falls into the Redis call must not be lost."""
+
+    async def leave(index: int) -> None:
+        body = {"model": MODEL, "prompt": [index, *range(200)], "max_tokens": 1500, "ignore_eos": True}
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post(
+                "/v1/completions", json=body, timeout=httpx.Timeout(5, read=0.003 + 0.001 * index)
+            )
+
+    await asyncio.gather(*(leave(index) for index in range(30)))
+    await cluster.wait_idle(timeout_s=5)

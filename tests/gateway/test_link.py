@@ -243,7 +243,7 @@ async def test_workers_of_another_model_or_geometry_are_not_used_and_that_is_tol
         async with fleet_of(record, small, other) as (fleet, _, _presences):
             await eventually(lambda: up(fleet) == ["d0"])
             await asyncio.sleep(1.2)
-            assert len(fleet.links) == 1
+            assert [candidate.record.worker_id for candidate in fleet.candidates(Role.DECODE)] == ["d0"]
     refused = [line for line in caplog.messages if "refused" in line]
     assert len(refused) == 1
     assert "block_size: 16 here, 32 there" in refused[0]
