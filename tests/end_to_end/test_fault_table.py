@@ -51,6 +51,7 @@ async def test_decode_worker_paused_beyond_its_lease_is_replaced_and_its_late_to
         start_cluster(num_decode=2, worker_arguments=("--num-blocks", "700")) as cluster,
         connect(cluster) as client,
     ):
+        await cluster.wait_workers(["prefill-0", "decode-0", "decode-1"])
         streams = await start_streams(client, PROMPTS, 800)
         cluster.processes["decode-0"].signal_all(signal.SIGSTOP)
         answers = await asyncio.gather(*streams)

@@ -74,6 +74,7 @@ async def test_streams_of_a_killed_decode_worker_continue_on_another(start_clust
         start_cluster(num_decode=2, worker_arguments=("--num-blocks", "700")) as cluster,
         connect(cluster) as client,
     ):
+        await cluster.wait_workers(["prefill-0", "decode-0", "decode-1"])
         prompts = [PROMPT[start:] for start in range(0, 120, 20)]
         streams = [asyncio.create_task(client.generate(prompt, 1200)) for prompt in prompts]
         await asyncio.sleep(0.7)
@@ -88,6 +89,7 @@ async def test_streams_of_a_killed_decode_worker_continue_on_another(start_clust
 
 async def test_streams_of_a_killed_prefill_worker_are_prefilled_on_another(start_cluster, connect, oracle):
     async with start_cluster(num_prefill=2) as cluster, connect(cluster) as client:
+        await cluster.wait_workers(["prefill-0", "prefill-1", "decode-0"])
         prompts = [[index, *PROMPT * 10][:1500] for index in range(8)]
         streams = [asyncio.create_task(client.generate(prompt, 4)) for prompt in prompts]
         await asyncio.sleep(0.2)
