@@ -487,8 +487,8 @@ class Story:
         self, number: int, kind: int, length: int, max_tokens: int, wait_s: float, credit: int, is_local: bool
     ) -> None:
         command = reserve(number, [kind] * length, max_tokens, wait_s, credit, is_local=is_local)
-        if command.id not in self.reserves:
-            self.reserves[command.id] = command
+        command = self.reserves.setdefault(command.id, command)
+        if not self.rig.tier._is_known(command.id):  # for the tier an id that has ended is a new one
             self.rig.tokens[command.id] = []
         self._see(self.rig.do(self.reserves[command.id]))
 
