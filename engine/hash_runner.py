@@ -2,6 +2,7 @@
 token a function of that. A step checks every KV entry that it attends to: wrong content never goes unseen.
 """
 
+from collections.abc import MutableSequence
 from collections.abc import Sequence as Seq
 
 from core.ids import HandoffId
@@ -16,9 +17,10 @@ class HashRunner:
     """Keeps the KV of a pool of `num_blocks` blocks of `block_size` tokens. Raises AssertionError when a step reads
     what was never written there, or runs past the end of a sequence."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, kv: MutableSequence[int] | None = None) -> None:
+        """`kv` is memory to use instead of its own: one unsigned 64-bit number for each token of the pool."""
         self._block_size = block_size
-        self._kv = [0] * (num_blocks * block_size)
+        self._kv: MutableSequence[int] = [0] * (num_blocks * block_size) if kv is None else kv
 
     def run(self, work: Seq[Work]) -> dict[HandoffId, Sampled]:
         sampled: dict[HandoffId, Sampled] = {}

@@ -2,8 +2,8 @@
 block pools and connectors. Only the wire (in memory, with delays), the engine's process (a task) and the model are
 replaced.
 
-The model is a hash: a token's KV is the hash of all tokens up to it, and the next token is a function of that. A step
-checks every KV entry that it would attend to, so a block with wrong content gives a token that is known to be wrong.
+The model is a hash (`engine.hash_runner`): a step that reads a block with wrong content fails, and no harm done from
+outside explains that.
 """
 
 import asyncio
@@ -24,8 +24,9 @@ from decode_service.scheduler import DecodeTier
 from decode_service.service import DecodeService
 from engine.block_pool import BlockPool
 from engine.engine import Engine
+from engine.hash_runner import VOCAB_SIZE, HashRunner, expected_outputs
 from engine.messages import AnyCommand, Report
-from engine.scheduler import Sampled, Scheduler, SchedulerLimits, Work
+from engine.scheduler import Scheduler, SchedulerLimits, Work
 from engine.worker_loop import report
 from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest
@@ -39,65 +40,15 @@ from prefill_service.scheduler import PrefillTier
 from prefill_service.service import PrefillService
 from proto import convert
 
-VOCAB = 997
-WRONG = VOCAB  # a token the model never makes: the mark of wrong KV
+VOCAB = VOCAB_SIZE
 CONTEXT_LEN = 512
-SPEC = KVSpec(1, 1, 2, 16, DType.FLOAT16, "virtual")
-_MASK = (1 << 64) - 1
+SPEC = KVSpec(1, 1, 2, 16, DType.FLOAT16, "virtual")  # 8 bytes a token: the hash of all tokens up to it
 _OPTIONS = TransferOptions()
-
-
-def extend(state: int, token_id: int) -> int:
-    return ((state ^ (token_id + 1)) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & _MASK
-
-
-def draw(state: int, params: SamplingParams, position: int) -> int:
-    """The model's token after `state`: of the seed and position too when it is sampled."""
-    if not params.is_greedy:
-        state = extend(extend(state, params.seed), position)
-    return (state >> 20) % VOCAB
 
 
 def expected_tokens(prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
     """What one process would answer."""
-    state, output = 0, []
-    for token_id in prompt_ids:
-        state = extend(state, token_id)
-    while len(output) < params.max_tokens:
-        output.append(draw(state, params, len(output)))
-        if output[-1] in params.stop_token_ids or len(prompt_ids) + len(output) >= CONTEXT_LEN:
-            break
-        state = extend(state, output[-1])
-    return output
-
-
-class HashRunner:
-    """The model over a region: 8 bytes a token."""
-
-    def __init__(self, region: KVRegion) -> None:
-        self._memory = memoryview(region.memory).cast("Q")
-
-    def run(self, work: Sequence[Work]) -> dict[HandoffId, Sampled]:
-        sampled = [(item, self._advance(item)) for item in work]
-        return {item.sequence.id: token for item, token in sampled if item.needs_token}
-
-    def _advance(self, item: Work) -> Sampled:
-        sequence = item.sequence
-        state, is_right = 0, True
-        for position, token_id in enumerate(sequence.tokens[: sequence.num_computed + item.num_tokens]):
-            state = extend(state, token_id)
-            slot = (
-                sequence.block_ids[position // SPEC.block_size] * SPEC.block_size + position % SPEC.block_size
-            )
-            if position < sequence.num_computed:
-                is_right = is_right and self._memory[slot] == state
-            else:
-                self._memory[slot] = state
-        token = draw(state, sequence.params, sequence.num_outputs) if is_right else WRONG
-        return Sampled(token, -1.0, True)
-
-    def close(self) -> None:
-        self._memory.release()
+    return expected_outputs(prompt_ids, params, CONTEXT_LEN)
 
 
 class VirtualEngine:
@@ -170,7 +121,7 @@ class VirtualWorker:
 
     record: WorkerRecord
     region: KVRegion
-    runner: HashRunner
+    memory: memoryview
     engine: VirtualEngine
     service: Any
     connector: Any
@@ -227,7 +178,8 @@ class VirtualCluster:
     async def start_worker(self, role: Role, name: str) -> None:
         """A new incarnation of `name`."""
         region = KVRegion.create(SPEC.block_bytes, self._num_blocks)
-        runner = HashRunner(region)
+        memory = memoryview(region.memory).cast("Q")
+        runner = HashRunner(self._num_blocks, SPEC.block_size, memory)
         limits = SchedulerLimits(SPEC.block_size, 64, 8, CONTEXT_LEN)
         loop = asyncio.get_running_loop()
         engine = Engine(Scheduler(limits, BlockPool(self._num_blocks), loop.time), runner)
@@ -249,7 +201,7 @@ class VirtualCluster:
         make = self._make_prefill if role is Role.PREFILL else self._make_decode
         virtual, service, connector = await make(engine, record, identity, region)
         tasks = [asyncio.create_task(service.follow_engine())]
-        self.workers[name] = VirtualWorker(record, region, runner, virtual, service, connector, tasks)
+        self.workers[name] = VirtualWorker(record, region, memory, virtual, service, connector, tasks)
 
     async def crash(self, name: str) -> None:
         """As SIGKILL: nothing of it says goodbye."""
@@ -260,7 +212,7 @@ class VirtualCluster:
         await worker.engine.stop()
         await worker.connector.close()
         await asyncio.gather(*worker.sessions, *worker.tasks, return_exceptions=True)
-        worker.runner.close()
+        worker.memory.release()
 
     def pause(self, name: str) -> None:
         """As SIGSTOP, for its engine and its sessions."""
