@@ -62,14 +62,14 @@ def run_worker(channel: EngineChannel, tier: Tier) -> None:
         for message in messages:
             for command in message.commands:
                 tier.handle(command)
-        did_work = _step(tier)
+        did_work = step_or_fail(tier)
         if messages or tier.events or did_work:
             channel.send(report(tier))
         else:
             tier.engine.scheduler.pool.check()
 
 
-def _step(tier: Tier) -> bool:
+def step_or_fail(tier: Tier) -> bool:
     """A step that raises ends the requests it computed. Without any it was the scheduling that failed, which no
     request's end would mend: then the process ends."""
     tier.engine.work = []

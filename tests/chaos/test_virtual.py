@@ -31,7 +31,7 @@ NAMES = {Role.PREFILL: ("prefill-0", "prefill-1"), Role.DECODE: ("decode-0", "de
 FAULTS = st.sampled_from(
     [
         Faults(),
-        Faults(),
+        Faults(corrupts=True, every=2),
         Faults(corrupts=True, every=3),
         Faults(drops_seal=True, every=4),
         Faults(fails_at=Stage.OPEN, every=3),

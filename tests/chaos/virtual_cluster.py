@@ -27,7 +27,7 @@ from engine.engine import Engine
 from engine.hash_runner import VOCAB_SIZE, HashRunner, expected_outputs
 from engine.messages import AnyCommand, Report
 from engine.scheduler import Scheduler, SchedulerLimits, Work
-from engine.worker_loop import report
+from engine.worker_loop import report, step_or_fail
 from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest
 from gateway.metrics import GatewayMetrics
@@ -88,7 +88,7 @@ class VirtualEngine:
             commands, self._commands = self._commands, []
             for command in commands:
                 self.tier.handle(command)
-            did_work = self.tier.step()
+            did_work = step_or_fail(self.tier)
             self.num_steps += did_work
             self.tier.engine.scheduler.pool.check()
             if commands or did_work or self.tier.events:
@@ -137,7 +137,10 @@ class VirtualWorker:
     @property
     def is_idle(self) -> bool:
         counts = self.pool.counts
-        return counts["free"] + counts["cached"] == self.pool.num_blocks and not self.service.num_handoffs
+        scheduler = self.engine.tier.engine.scheduler
+        has_sequences = scheduler.running or scheduler.waiting or scheduler.num_reserved_places
+        is_whole = counts["free"] + counts["cached"] == self.pool.num_blocks
+        return is_whole and not has_sequences and not self.service.num_handoffs
 
 
 class VirtualCluster:
