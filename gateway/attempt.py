@@ -109,11 +109,16 @@ class Attempt:
 
     def _left_s(self) -> float:
         """Until the request's deadline, or that of its seal once that was sent."""
-        request_s = self._request.deadline_s - self._clock.since(Mark.ARRIVED)
-        return request_s if self._verify_by_s is None else min(request_s, self._verify_by_s - loop_time())
+        remaining_s = self._remaining_s
+        return remaining_s if self._verify_by_s is None else min(remaining_s, self._verify_by_s - loop_time())
+
+    @property
+    def _remaining_s(self) -> float:
+        """What is left of the request's time: the workers get no more."""
+        return self._request.deadline_s - self._clock.since(Mark.ARRIVED)
 
     def _too_late(self) -> TandemError:
-        if self._clock.since(Mark.ARRIVED) >= self._request.deadline_s:
+        if self._remaining_s <= 0:
             return DeadlineExceeded(f"not done within {self._request.deadline_s:g} s")
         return TransferFailed(f"the seal was not verified within {VERIFY_LIMIT_S:g} s")
 
@@ -153,7 +158,7 @@ class Attempt:
             prompt_ids=self._request.prompt_ids,
             output_ids=self._committed,
             sampling=convert.sampling_to_proto(self._request.params),
-            deadline_s=self._request.deadline_s,
+            deadline_s=max(self._remaining_s, 0.0),
         )
         self._prefill.send(pb.PrefillCommand(start=start))
 
@@ -177,7 +182,7 @@ class Attempt:
             prompt_ids=self._request.prompt_ids,
             output_ids=self._committed,
             sampling=convert.sampling_to_proto(self._request.params),
-            deadline_s=self._request.deadline_s,
+            deadline_s=max(self._remaining_s, 0.0),
             wait_s=0.0 if self._candidates else RESERVE_WAIT_S,
             credit=CREDIT_TOKENS,
             is_local=self._is_local,
