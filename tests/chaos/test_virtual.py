@@ -3,12 +3,13 @@ request had exactly one end, its tokens are those of one process or it has a typ
 every block of every living worker is free or cached again."""
 
 import asyncio
+import itertools
 import logging
 import os
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -54,9 +55,9 @@ class ClusterUnderHarm(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**32), first=FAULTS, second=FAULTS, num_blocks=st.sampled_from([12, 24, 40])
     )
-    def start(self, seed: int, first: Faults, second: Faults, num_blocks: int) -> None:
+    def start(self, world: int, first: Faults, second: Faults, num_blocks: int) -> None:
         async def enter() -> VirtualCluster:
-            cluster = VirtualCluster(seed, num_blocks=num_blocks)
+            cluster = VirtualCluster(world, num_blocks=num_blocks)
             cluster.faults = {"prefill-0": first, "prefill-1": second}
             return await cluster.__aenter__()
 
@@ -168,34 +169,35 @@ class ClusterUnderHarm(RuleBasedStateMachine):
             assert result == expected
 
 
-def run(num_examples: int, num_steps: int) -> None:
+def run(num_steps: int) -> None:
+    """Histories from seeds 1, 2, ... until there were enough steps."""
     TOTALS.clear()
+    phases = (Phase.generate, Phase.shrink) if SHRINKS else (Phase.generate,)
+    harm = settings(
+        max_examples=30,
+        stateful_step_count=40,
+        deadline=None,
+        database=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )
     logging.disable(logging.WARNING)
     try:
-        run_state_machine_as_test(
-            ClusterUnderHarm,
-            settings=settings(
-                max_examples=num_examples,
-                stateful_step_count=40,
-                deadline=None,
-                derandomize=True,
-                phases=(Phase.generate, Phase.shrink) if SHRINKS else (Phase.generate,),
-                database=None,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+        for number in itertools.count(1):
+            run_state_machine_as_test(seed(number)(ClusterUnderHarm), settings=harm)
+            if TOTALS["steps"] >= num_steps:
+                break
     finally:
         logging.disable(logging.NOTSET)
-    assert TOTALS["steps"] >= num_steps, TOTALS
-    assert TOTALS["right"] > TOTALS["crash"] > 0, TOTALS
+    assert min(TOTALS["right"], TOTALS["crash"], TOTALS["client left"], TOTALS["pause"]) > 10, TOTALS
 
 
 @pytest.mark.timeout(600)
 def test_a_cluster_under_harm_20_000_steps() -> None:
-    run(90, 20_000)
+    run(20_000)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_a_cluster_under_harm_1_000_000_steps() -> None:
-    run(3000, 1_000_000)
+    run(1_000_000)
