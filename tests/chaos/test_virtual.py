@@ -53,7 +53,7 @@ class ClusterUnderHarm(RuleBasedStateMachine):
         self.left: set[int] = set()
 
     @initialize(
-        seed=st.integers(0, 2**32), first=FAULTS, second=FAULTS, num_blocks=st.sampled_from([12, 24, 40])
+        world=st.integers(0, 2**32), first=FAULTS, second=FAULTS, num_blocks=st.sampled_from([12, 24, 40])
     )
     def start(self, world: int, first: Faults, second: Faults, num_blocks: int) -> None:
         async def enter() -> VirtualCluster:
