@@ -7,6 +7,8 @@ outside explains that.
 """
 
 import asyncio
+import contextlib
+import os
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -216,6 +218,11 @@ class VirtualCluster:
         await worker.connector.close()
         await asyncio.gather(*worker.sessions, *worker.tasks, return_exceptions=True)
         worker.memory.release()
+        with contextlib.suppress(
+            BufferError
+        ):  # a transfer that was cut off may still hold a view until it is collected
+            worker.region.memory.close()
+        os.close(worker.region.fd)
 
     def pause(self, name: str) -> None:
         """As SIGSTOP, for its engine and its sessions."""
