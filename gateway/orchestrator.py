@@ -7,13 +7,16 @@ from the committed tokens.
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncGenerator
 
 from cluster.block_index import BlockIndex
 from cluster.handoff_rows import HandoffRows
 from core.errors import Busy, TandemError, Unavailable, WorkerLost
+from core.handoff import HandoffState
 from core.ids import RequestId, WorkerId
 from core.worker import Role, WorkerRecord
+from gateway.admission import Admission
 from gateway.attempt import Attempt
 from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest, OutputToken
@@ -33,7 +36,15 @@ MAX_LIVE_REQUESTS = 1024
 class Orchestrator:
     """Owns the live requests."""
 
-    def __init__(self, fleet: Fleet, index: BlockIndex, rows: HandoffRows, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: BlockIndex,
+        rows: HandoffRows,
+        metrics: GatewayMetrics,
+        admission: Admission | None = None,
+    ) -> None:
+        self.admission = admission or Admission(math.inf)
         self._fleet = fleet
         self._index = index
         self._rows = rows
@@ -42,11 +53,24 @@ class Orchestrator:
 
     def begin(self, request: GenerationRequest) -> "Generation":
         """Admit a request or refuse it before any work. Raises Unavailable or Busy."""
-        if not self._fleet.candidates(Role.DECODE):
+        self.check_room(len(request.prompt_ids))
+        self.admission.arriving(request.request_id, len(request.prompt_ids))
+        return Generation(self, request)
+
+    def check_room(self, num_tokens: int = 1) -> None:
+        """Whether a prompt of at least that length would be admitted now. Raises Unavailable or Busy."""
+        decode = self._fleet.candidates(Role.DECODE)
+        if not decode:
             raise Unavailable("no decode worker is connected")
         if len(self.live) >= MAX_LIVE_REQUESTS:
             raise Busy(f"{MAX_LIVE_REQUESTS} requests are running")
-        return Generation(self, request)
+        waiting = [
+            len(live.request.prompt_ids)
+            for live in self.live.values()
+            if live.report.state is HandoffState.PENDING
+        ]
+        prefill = self._fleet.candidates(Role.PREFILL)
+        self.admission.check(prefill, decode, num_tokens, waiting, len(self.live))
 
     def abort(self, request_id: str) -> bool:
         """End a request by its own id or its client's. False when no such request runs here."""
@@ -171,9 +195,12 @@ class Generation:
         """In order, once. Closing the iterator early aborts the request on both tiers."""
         live = self._orchestrator.live
         live[self.request.request_id] = self._live
+        self._orchestrator.admission.arrived(self.request.request_id)
         source = self._orchestrator.attempts(self._live)
         try:
             async for token in source:
+                if token.finish_reason:
+                    self._orchestrator.admission.ended()
                 yield token
         finally:
             await source.aclose()
