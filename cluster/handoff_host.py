@@ -76,6 +76,11 @@ class HandoffHost(SessionHost[Command, Event], Generic[Command, Event, H]):
     async def end_work(self, entry: Entry[H, Event]) -> None:
         """Have the engine end it, now that its transfer is cancelled; the engine's answer calls ended()."""
 
+    def fence(self, epoch: Epoch) -> None:
+        """Take a new epoch: every session ends and every handoff with it; commands for the old one are stale."""
+        self._epoch = epoch
+        self.end_sessions()
+
     def find(self, handoff_id: HandoffId) -> Entry[H, Event] | None:
         return self._entries.get(handoff_id)
 

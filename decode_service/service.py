@@ -52,6 +52,11 @@ class DecodeService(
         self._block_bytes = convert.kv_spec_from_proto(hello.kv_spec).block_bytes
         self.load = Load()
 
+    def renew(self, hello: pb.WorkerHello, granter: Granter) -> None:
+        """Go on as another incarnation, with the same engine and nothing of what was there."""
+        self.fence(granter.epoch)
+        self._hello, self._granter = hello, granter
+
     async def Session(
         self, requests: AsyncIterator[pb.DecodeCommands], context: object
     ) -> AsyncIterator[pb.DecodeEvents]:

@@ -58,8 +58,18 @@ class PrefillService(
         self._identity = identity
         self._publisher = publisher
         self._engine = engine
-        self._senders = senders
+        self.senders = senders
         self.load = Load()
+
+    def renew(
+        self, hello: pb.WorkerHello, identity: Identity, senders: SenderSet | FaultySender
+    ) -> SenderSet | FaultySender:
+        """Go on as another incarnation, with the same engine and nothing of what was there; the senders that it had,
+        for the caller to close."""
+        self.fence(identity.epoch)
+        earlier, self.senders = self.senders, senders
+        self._hello, self._identity = hello, identity
+        return earlier
 
     async def Session(
         self, requests: AsyncIterator[pb.PrefillCommands], context: object
@@ -122,7 +132,7 @@ class PrefillService(
         the gateway has the blocks sent elsewhere, or aborts."""
         handoff_id = convert.handoff_id_to_proto(entry.handoff.id)
         try:
-            delivered = await entry.handoff.deliver(grant, self._senders, self._identity)
+            delivered = await entry.handoff.deliver(grant, self.senders, self._identity)
         except TandemError as error:
             logger.warning("transfer of %s failed: %s", entry.handoff.id, error)
             entry.handoff.lifetime.end(HandoffState.FAILED)
