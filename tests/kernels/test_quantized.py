@@ -68,7 +68,7 @@ def test_a_product_is_that_of_the_dense_weights(kind, rows, columns, has_bias):
         x = torch.randn(batch, columns)
         x[:, 3] *= 50.0  # a large one beside small ones
         expected = torch.nn.functional.linear(x, dense, bias)
-        tolerance = 1e-4 * float(expected.abs().max())
+        tolerance = 5e-4 * float(expected.abs().max())
         torch.testing.assert_close(matrix.multiply(x), expected, rtol=1e-4, atol=tolerance)
 
 
