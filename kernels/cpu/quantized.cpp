@@ -39,7 +39,19 @@ struct Group4 {
 
 struct Group8 {
     uint16_t scales[LANES];
+#ifdef __AVX512VNNI__
     int8_t quads[QUADS][LANES][4];
+#else
+    int8_t rows[GROUP][LANES];  // by k: without that instruction, floats are faster
+#endif
+
+    int8_t &at(int64_t k, int64_t lane) {
+#ifdef __AVX512VNNI__
+        return quads[k / 4][lane][k % 4];
+#else
+        return rows[k][lane];
+#endif
+    }
 };
 
 INLINE float half_to_float(uint16_t half) {
@@ -138,37 +150,28 @@ INLINE Units unpack(const Group4 &group) {
     return units;
 }
 
-INLINE Units unpack(const Group8 &group) {
-    Units units;
-    for (int q = 0; q < QUADS; q++)
-        for (int half = 0; half < 2; half++) units.quads[q][half] = bytes_at(group.quads[q][8 * half]);
-    return units;
-}
-
-INLINE __m256i half_sums(const Units &units, const int8_t *values, int half, bool is_signed) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    __m256i sum = _mm256_setzero_si256();
-    if (is_signed) {  // |w| <= 128 by |x| <= 127: two of them fit sixteen bits
-        for (int q = 0; q < QUADS; q++) {
-            const __m256i w = units.quads[q][half];
-            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(quad_of(values, q), w));
-            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
-        }
-        return sum;
-    }
-    for (int q = 0; q < QUADS; q++)  // w <= 15: all sixteen of them do
-        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(units.quads[q][half], quad_of(values, q)));
-    return _mm256_madd_epi16(sum, ones);
-}
-
-INLINE v8 both_sums(const Units &units, const Input &x, int half, bool is_signed) {
-    const __m256i high = half_sums(units, x.high, half, is_signed), low = half_sums(units, x.low, half, is_signed);
-    return (v8)_mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_mullo_epi32(high, _mm256_set1_epi32(STEP)), low));
-}
-
+// Both bytes of x for both halves of the panel: what is read serves as often as it can. w <= 15: all sixteen products
+// of an output fit sixteen bits.
 template <bool IS_SIGNED>
 INLINE v16 sums(const Units &units, const Input &x) {
-    return join(both_sums(units, x, 0, IS_SIGNED), both_sums(units, x, 1, IS_SIGNED));
+    static_assert(!IS_SIGNED, "eight bits are multiplied as floats here");
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i high[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()}, low[2] = {high[0], high[0]};
+    for (int q = 0; q < QUADS; q++) {
+        const __m256i high_quad = quad_of(x.high, q), low_quad = quad_of(x.low, q);
+        for (int half = 0; half < 2; half++) {
+            const __m256i w = units.quads[q][half];
+            high[half] = _mm256_add_epi16(high[half], _mm256_maddubs_epi16(w, high_quad));
+            low[half] = _mm256_add_epi16(low[half], _mm256_maddubs_epi16(w, low_quad));
+        }
+    }
+    v8 halves[2];
+    for (int half = 0; half < 2; half++) {
+        const __m256i whole = _mm256_madd_epi16(high[half], ones), rest = _mm256_madd_epi16(low[half], ones);
+        const __m256i sum = _mm256_add_epi32(_mm256_mullo_epi32(whole, _mm256_set1_epi32(STEP)), rest);
+        halves[half] = (v8)_mm256_cvtepi32_ps(sum);
+    }
+    return join(halves[0], halves[1]);
 }
 
 #else
@@ -182,14 +185,6 @@ INLINE Units unpack(const Group4 &group) {
     for (int q = 0; q < QUADS; q++)
         for (int n = 0; n < LANES; n++)
             for (int i = 0; i < 4; i++) units.quads[q][n][i] = group.pairs[q / 2][n][i] >> (q % 2 * 4) & 15;
-    return units;
-}
-
-INLINE Units unpack(const Group8 &group) {
-    Units units;
-    for (int q = 0; q < QUADS; q++)
-        for (int n = 0; n < LANES; n++)
-            for (int i = 0; i < 4; i++) units.quads[q][n][i] = group.quads[q][n][i];
     return units;
 }
 
@@ -213,12 +208,15 @@ INLINE void gather(v16 &acc, const Group4 &group, const Units &units, v16 scales
     acc += offsets * splat(x.sum);
 }
 
+INLINE v16 offsets_of(const Group4 &group) { return load_halves(group.offsets); }
+
+#ifdef __AVX512VNNI__
 INLINE void gather(v16 &acc, const Group8 &group, const Units &units, v16 scales, v16, const Input &x) {
     acc += sums<true>(units, x) * (scales * splat(x.scale));
 }
 
-INLINE v16 offsets_of(const Group4 &group) { return load_halves(group.offsets); }
 INLINE v16 offsets_of(const Group8 &) { return splat(0.0f); }
+#endif
 
 void round_group(const float *x, Input &out) {
     v16 low = load(x), high = load(x + LANES);
@@ -246,6 +244,13 @@ void round_group(const float *x, Input &out) {
         out.low[i] = static_cast<int8_t>(rest[i]);
         out.total += STEP * out.high[i] + out.low[i];
     }
+}
+
+INLINE void write(float *out, v16 acc, const float *bias, int64_t width) {
+    float all[LANES];
+    store(all, acc);
+    for (int64_t n = 0; bias && n < width; n++) all[n] += bias[n];
+    memcpy(out, all, width * sizeof(float));
 }
 
 template <typename Group>
@@ -276,12 +281,7 @@ void tile(const Product<Group> &p, int64_t row, int64_t panel) {
     for (int i = 0; i < ROWS; i++)
         for (int j = 0; j < PANELS; j++) {
             const int64_t column = (panel + j) * LANES, width = std::min<int64_t>(LANES, p.N - column);
-            float all[LANES];
-            store(all, p.bias && width == LANES ? acc[i][j] + load(p.bias + column) : acc[i][j]);
-            float *out = p.y + (row + i) * p.N + column;
-            if (p.bias && width < LANES)
-                for (int64_t n = 0; n < width; n++) all[n] += p.bias[column + n];
-            memcpy(out, all, width * sizeof(float));
+            write(p.y + (row + i) * p.N + column, acc[i][j], p.bias ? p.bias + column : nullptr, width);
         }
 }
 
@@ -305,6 +305,22 @@ void panels_from(const Product<Group> &p, int64_t M, int64_t panel, int64_t coun
     }
 }
 
+#ifdef __AVX512VNNI__
+template <typename Group>
+bool widen_rows(const Product<Group> &, int64_t) {
+    return false;
+}
+#else
+void multiply_widened(const Product<Group4> &p, int64_t M);
+constexpr int64_t WIDEN_ROWS = 12;
+
+bool widen_rows(const Product<Group4> &p, int64_t M) {
+    if (M < WIDEN_ROWS) return false;
+    multiply_widened(p, M);
+    return true;
+}
+#endif
+
 constexpr int64_t BLOCK_ROWS = 256;  // rows of x worked on together stay in the cache
 
 template <typename Group>
@@ -315,6 +331,7 @@ void multiply_groups(const Matrix &matrix, const Input *x, float *y, int64_t M) 
         const Product<Group> p{x + first * groups, static_cast<const Group *>(matrix.packed), matrix.bias,
                                y + first * matrix.N, groups, matrix.N};
         const int64_t rows = std::min<int64_t>(BLOCK_ROWS, M - first);
+        if (widen_rows(p, rows)) continue;
 #pragma omp parallel for schedule(static)
         for (int64_t step = 0; step < steps; step++) {
             const int64_t panel = step * STREAMS;
@@ -323,9 +340,127 @@ void multiply_groups(const Matrix &matrix, const Input *x, float *y, int64_t M) 
     }
 }
 
+#ifndef __AVX512VNNI__
+
+INLINE v16 widen(const int8_t *p) {
+#ifdef __AVX2__
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+    return join((v8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+                (v8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes))));
+#else
+    float wide[LANES];
+    for (int i = 0; i < LANES; i++) wide[i] = p[i];
+    return load(wide);
+#endif
+}
+
+// ROWS rows of x by one panel of eight-bit weights, as floats.
+template <int ROWS>
+void float_tile(const Matrix &matrix, const float *x, float *y, int64_t panel) {
+    const int64_t groups = matrix.K / GROUP, column = panel * LANES;
+    const Group8 *packed = static_cast<const Group8 *>(matrix.packed) + panel * groups;
+    v16 acc[ROWS];
+    for (int i = 0; i < ROWS; i++) acc[i] = splat(0.0f);
+    for (int64_t g = 0; g < groups; g++) {
+        const v16 scales = load_halves(packed[g].scales);
+        for (size_t at = 0; at < sizeof(Group8); at += 64)
+            __builtin_prefetch(reinterpret_cast<const char *>(packed + g) + AHEAD_BYTES + at);
+        for (int k = 0; k < GROUP; k++) {
+            const v16 w = widen(packed[g].rows[k]) * scales;
+            for (int i = 0; i < ROWS; i++) acc[i] += w * splat(x[i * matrix.K + g * GROUP + k]);
+        }
+    }
+    const float *bias = matrix.bias ? matrix.bias + column : nullptr;
+    for (int i = 0; i < ROWS; i++)
+        write(y + i * matrix.N + column, acc[i], bias, std::min<int64_t>(LANES, matrix.N - column));
+}
+
+template <int ROWS>
+void float_tile_of(const Matrix &matrix, const float *x, float *y, int64_t rows, int64_t panel) {
+    if constexpr (ROWS > 1) {
+        if (rows < ROWS) return float_tile_of<ROWS - 1>(matrix, x, y, rows, panel);
+    }
+    float_tile<ROWS>(matrix, x, y, panel);
+}
+
+// Many rows by one panel of four-bit weights. The integers of a group's sum fit a float (15 · 254.5 · 127 · 32 < 2^24),
+// so floats give the same sums to the bit, and pay where widening a panel once serves many rows.
+template <int ROWS>
+void whole_tile(const Product<Group4> &p, const float *wide, const float *x, int64_t row, int64_t panel) {
+    const int64_t K = p.groups * GROUP;
+    const Group4 *packed = p.packed + panel * p.groups;
+    v16 acc[ROWS];
+    for (int i = 0; i < ROWS; i++) acc[i] = splat(0.0f);
+    for (int64_t g = 0; g < p.groups; g++) {
+        v16 part[ROWS];
+        for (int i = 0; i < ROWS; i++) part[i] = splat(0.0f);
+        for (int k = 0; k < GROUP; k++) {
+            const v16 w = load(wide + (g * GROUP + k) * LANES);
+            for (int i = 0; i < ROWS; i++) part[i] += w * splat(x[(row + i) * K + g * GROUP + k]);
+        }
+        const v16 scales = load_halves(packed[g].scales), offsets = load_halves(packed[g].offsets);
+        for (int i = 0; i < ROWS; i++) {
+            const Input &input = p.x[(row + i) * p.groups + g];
+            acc[i] += part[i] * (scales * splat(input.scale));
+            acc[i] += offsets * splat(input.sum);
+        }
+    }
+    const int64_t column = panel * LANES, width = std::min<int64_t>(LANES, p.N - column);
+    for (int i = 0; i < ROWS; i++)
+        write(p.y + (row + i) * p.N + column, acc[i], p.bias ? p.bias + column : nullptr, width);
+}
+
+template <int ROWS>
+void whole_tile_of(const Product<Group4> &p, const float *wide, const float *x, int64_t rows, int64_t row,
+                   int64_t panel) {
+    if constexpr (ROWS > 1) {
+        if (rows < ROWS) return whole_tile_of<ROWS - 1>(p, wide, x, rows, row, panel);
+    }
+    whole_tile<ROWS>(p, wide, x, row, panel);
+}
+
+void multiply_widened(const Product<Group4> &p, int64_t M) {
+    constexpr int ROWS = 6;
+    static thread_local std::vector<float> whole;
+    const int64_t K = p.groups * GROUP, num_panels = (p.N + LANES - 1) / LANES;
+    if (static_cast<int64_t>(whole.size()) < M * K) whole.resize(M * K);
+    float *x = whole.data();
+    for (int64_t n = 0; n < M * p.groups; n++)
+        for (int k = 0; k < GROUP; k++) x[n * GROUP + k] = static_cast<float>(STEP * p.x[n].high[k] + p.x[n].low[k]);
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < num_panels; panel++) {
+        static thread_local std::vector<float> wide;
+        if (static_cast<int64_t>(wide.size()) < K * LANES) wide.resize(K * LANES);
+        for (int64_t g = 0; g < p.groups; g++) {
+            const Group4 &group = p.packed[panel * p.groups + g];
+            for (int k = 0; k < GROUP; k++) {  // an output's four bytes are one integer lane
+                const i16 four = bits(load(reinterpret_cast<const float *>(group.pairs[k / 8])));
+                const i16 value = (four >> (8 * (k % 4) + 4 * (k / 4 % 2))) & 15;
+                store(wide.data() + (g * GROUP + k) * LANES, converted(value));
+            }
+        }
+        for (int64_t row = 0; row < M; row += ROWS)
+            whole_tile_of<ROWS>(p, wide.data(), x, std::min<int64_t>(ROWS, M - row), row, panel);
+    }
+}
+
+void multiply_bytes(const Matrix &matrix, const float *x, float *y, int64_t M) {
+    constexpr int ROWS = 6;
+    const int64_t num_panels = (matrix.N + LANES - 1) / LANES;
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < num_panels; panel++)
+        for (int64_t row = 0; row < M; row += ROWS)
+            float_tile_of<ROWS>(matrix, x + row * matrix.K, y + row * matrix.N, std::min<int64_t>(ROWS, M - row), panel);
+}
+
+#endif
+
 }  // namespace
 
 void multiply_quantized(const Matrix &matrix, const float *x, float *y, int64_t M) {
+#ifndef __AVX512VNNI__
+    if (matrix.kind == Q8) return multiply_bytes(matrix, x, y, M);
+#endif
     static thread_local std::vector<Input> inputs;
     const int64_t groups = matrix.K / GROUP;
     if (static_cast<int64_t>(inputs.size()) < M * groups) inputs.resize(M * groups);
@@ -334,8 +469,10 @@ void multiply_quantized(const Matrix &matrix, const float *x, float *y, int64_t 
     for (int64_t n = 0; n < M * groups; n++) round_group(x + n * GROUP, rounded[n]);
     if (matrix.kind == Q4)
         multiply_groups<Group4>(matrix, rounded, y, M);
+#ifdef __AVX512VNNI__
     else
         multiply_groups<Group8>(matrix, rounded, y, M);
+#endif
 }
 
 void read_quantized_row(const Matrix &matrix, int64_t row, float *out) {
@@ -348,8 +485,8 @@ void read_quantized_row(const Matrix &matrix, int64_t row, float *out) {
                 const int q = group.pairs[k / 8][lane][k % 4] >> (k / 4 % 2 * 4) & 15;
                 out[g * GROUP + k] = half_to_float(group.scales[lane]) * q + half_to_float(group.offsets[lane]);
             } else {
-                const Group8 &group = static_cast<const Group8 *>(matrix.packed)[at];
-                out[g * GROUP + k] = half_to_float(group.scales[lane]) * group.quads[k / 4][lane][k % 4];
+                Group8 &group = static_cast<Group8 *>(const_cast<void *>(matrix.packed))[at];
+                out[g * GROUP + k] = half_to_float(group.scales[lane]) * group.at(k, lane);
             }
         }
 }
@@ -391,7 +528,7 @@ extern "C" void pack_q8(const uint8_t *blocks, void *packed, int64_t N, int64_t 
                 const uint8_t *block = blocks + (row * groups + g) * (2 + GROUP);
                 Group8 &group = panels[panel * groups + g];
                 memcpy(&group.scales[row % LANES], block, 2);
-                for (int k = 0; k < GROUP; k++) group.quads[k / 4][row % LANES][k % 4] = static_cast<int8_t>(block[2 + k]);
+                for (int k = 0; k < GROUP; k++) group.at(k, row % LANES) = static_cast<int8_t>(block[2 + k]);
             }
 }
 
