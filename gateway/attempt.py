@@ -75,6 +75,7 @@ class Attempt:
         self._candidates = list(decode)
         self._first: types.FirstToken | None = None
         self._next_position = len(committed)
+        self._num_preempted_before = live.report.num_preemptions
         self._credit = CREDIT_TOKENS
         self._has_pending = True
         self._decode_was_asked = False
@@ -295,7 +296,7 @@ class Attempt:
         self._mark_token(token)
         self._limits.end(Stage.FIRST_STEP)
         self._limits.begin(Stage.TOKEN)
-        self._report.num_preemptions = token.num_preemptions
+        self._report.num_preemptions = self._num_preempted_before + token.num_preemptions
         self._spend_credit(token)
         reason = token.finish_reason
         tokens = self._accept(token.choice, token.position, token.token_id, token.logprob, reason)

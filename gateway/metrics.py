@@ -24,6 +24,9 @@ class GatewayMetrics:
         self.resends = Counter(
             "tandem_resends", "Attempts that send blocks again which are still leased.", registry=registry
         )
+        self.preemptions = Counter(
+            "tandem_preemptions", "Places in decode batches lost to older requests.", registry=registry
+        )
         self.local_prefills = Counter(
             "tandem_local_prefills",
             "Prompts computed on a decode worker, by cause.",

@@ -221,5 +221,6 @@ class Generation:
             connector=report.connector,
             kv_bytes=report.num_kv_bytes,
             num_attempts=report.num_attempts,
+            num_preemptions=report.num_preemptions,
             causes=tuple(report.causes),
         )

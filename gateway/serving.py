@@ -259,6 +259,7 @@ class TextGeneration:
         metrics.prompt_tokens.inc(usage.num_prompt_tokens)
         metrics.output_tokens.inc(usage.num_completion_tokens)
         metrics.cached_tokens.inc(usage.num_cached_tokens)
+        metrics.preemptions.inc(timing.num_preemptions)
         if timing.kv_bytes:
             metrics.kv_bytes.labels(connector=timing.connector).inc(timing.kv_bytes)
         if usage.num_completion_tokens:

@@ -47,6 +47,7 @@ class Timing:
     connector: str = ""
     kv_bytes: int = 0
     num_attempts: int = 1
+    num_preemptions: int = 0
     causes: tuple[str, ...] = ()
 
 

@@ -68,7 +68,7 @@ class Usage(_message.Message):
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "grant_wait_s", "transfer_s", "decode_queue_s", "first_step_s", "decode_s", "total_s", "time_to_first_token_s", "prefill_worker_id", "decode_worker_id", "connector", "kv_bytes", "num_attempts", "causes")
+    __slots__ = ("queue_s", "prefill_s", "grant_wait_s", "transfer_s", "decode_queue_s", "first_step_s", "decode_s", "total_s", "time_to_first_token_s", "prefill_worker_id", "decode_worker_id", "connector", "kv_bytes", "num_attempts", "causes", "num_preemptions")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     GRANT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class Timing(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     CAUSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     grant_wait_s: float
@@ -99,7 +100,8 @@ class Timing(_message.Message):
     kv_bytes: int
     num_attempts: int
     causes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., grant_wait_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ..., time_to_first_token_s: _Optional[float] = ..., prefill_worker_id: _Optional[str] = ..., decode_worker_id: _Optional[str] = ..., connector: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., causes: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_preemptions: int
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., grant_wait_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ..., time_to_first_token_s: _Optional[float] = ..., prefill_worker_id: _Optional[str] = ..., decode_worker_id: _Optional[str] = ..., connector: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., causes: _Optional[_Iterable[str]] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "timing")

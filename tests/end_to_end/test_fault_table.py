@@ -133,6 +133,9 @@ async def test_out_of_blocks_while_decoding_is_slower_and_right(start_cluster, c
         answers = await asyncio.gather(*(client.generate(prompt, 300, ignore_eos=True) for prompt in PROMPTS))
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             assert answer.token_ids == oracle(prompt, max_tokens=300)
+        num_preemptions = sum(answer.last.timing.num_preemptions for answer in answers)
+        assert num_preemptions > 0
+        assert await metric(cluster, "tandem_preemptions_total") == num_preemptions
         await cluster.wait_idle()
 
 
