@@ -28,9 +28,12 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Clients may ping once a second, calls or not: gRPC's default ends their connection, and every stream on it, at
+    # the third ping within minutes.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
+MAX_REQUEST_ID_LEN = 128
 ROLES = ("system", "user", "assistant")
 _STATUS = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -147,11 +150,19 @@ def _check_ranges(request: pb.GenerateRequest) -> None:
             all(0 < len(stop) <= MAX_STOP_LEN for stop in request.stop),
             f"1 to {MAX_STOP_LEN} characters each",
         ),
-        ("client_request_id", len(request.client_request_id) <= 128, "at most 128 characters"),
+        (
+            "client_request_id",
+            len(request.client_request_id) <= MAX_REQUEST_ID_LEN and _is_visible(request.client_request_id),
+            f"at most {MAX_REQUEST_ID_LEN} visible ASCII characters",
+        ),
     )
     for field, is_right, rule in checks:
         if not is_right:
             raise InvalidRequest(field, f"{field} must be {rule}")
+
+
+def _is_visible(text: str) -> bool:
+    return all("!" <= character <= "~" for character in text)
 
 
 def _usage(generation: TextGeneration) -> pb.Usage:
