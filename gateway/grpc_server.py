@@ -1,7 +1,8 @@
 """The gRPC front: `tandem.v1.Tandem` with health and reflection. Everything beyond the protocol is in `serving`."""
 
+import asyncio
+import contextlib
 import math
-from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from core.errors import (
     TandemError,
     Unavailable,
 )
-from gateway.serving import MAX_STOP_LEN, MAX_STOP_STRINGS, Ask, Prompt, Serving, TextGeneration
+from gateway.serving import MAX_STOP_LEN, MAX_STOP_STRINGS, Ask, Prompt, Serving, TextChunk, TextGeneration
 from proto import client_pb2 as pb
 from proto import client_pb2_grpc, convert
 
@@ -48,8 +49,9 @@ _STATUS = {
 class GrpcFront(client_pb2_grpc.TandemServicer):
     """The handlers."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, stall_limit_s: float) -> None:
         self._serving = serving
+        self._stall_limit_s = stall_limit_s
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         try:
@@ -66,28 +68,23 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
             timing=_timing(generation),
         )
 
-    async def GenerateStream(
-        self, request: pb.GenerateRequest, context: Any
-    ) -> AsyncIterator[pb.GenerateChunk]:
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> None:
         try:
             generation = await self._serving.prepare(self._ask(request), context.time_remaining())
-            chunks = generation.chunks()
-            try:
+            async with contextlib.aclosing(generation.chunks()) as chunks:
                 async for chunk in chunks:
-                    message = pb.GenerateChunk(
-                        request_id=generation.request_id,
-                        text=chunk.text,
-                        token_ids=chunk.token_ids,
-                        finish_reason=convert.FINISH_REASONS[chunk.finish_reason],
-                    )
-                    if chunk.finish_reason:
-                        message.usage.CopyFrom(_usage(generation))
-                        message.timing.CopyFrom(_timing(generation))
-                    yield message
-            finally:
-                await chunks.aclose()
+                    await self._write(context, _chunk(generation, chunk))
         except TandemError as error:
             await _abort(context, error)
+
+    async def _write(self, context: Any, message: pb.GenerateChunk) -> None:
+        """Returns when there is room for more. Raises DeadlineExceeded for a client that takes nothing: its stream
+        would be kept for as long as its connection."""
+        try:
+            async with asyncio.timeout(self._stall_limit_s):
+                await context.write(message)
+        except TimeoutError:
+            raise DeadlineExceeded(f"nothing was taken for {self._stall_limit_s:g} s") from None
 
     async def AbortRequest(self, request: pb.AbortRequestRequest, context: Any) -> pb.AbortRequestResponse:
         return pb.AbortRequestResponse(was_running=self._serving.orchestrator.abort(request.request_id))
@@ -165,6 +162,19 @@ def _is_visible(text: str) -> bool:
     return all("!" <= character <= "~" for character in text)
 
 
+def _chunk(generation: TextGeneration, chunk: TextChunk) -> pb.GenerateChunk:
+    message = pb.GenerateChunk(
+        request_id=generation.request_id,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        finish_reason=convert.FINISH_REASONS[chunk.finish_reason],
+    )
+    if chunk.finish_reason:
+        message.usage.CopyFrom(_usage(generation))
+        message.timing.CopyFrom(_timing(generation))
+    return message
+
+
 def _usage(generation: TextGeneration) -> pb.Usage:
     return pb.Usage(**asdict(generation.usage))
 
@@ -184,10 +194,11 @@ async def _abort(context: Any, error: TandemError) -> NoReturn:
     raise AssertionError("abort() raises")
 
 
-def create_server(serving: Serving) -> tuple[grpc.aio.Server, HealthServicer]:
-    """The server with all its services, not bound or started yet."""
+def create_server(serving: Serving, stall_limit_s: float) -> tuple[grpc.aio.Server, HealthServicer]:
+    """The server with all its services, not bound or started yet. A stream whose client takes nothing for
+    `stall_limit_s` ends."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    client_pb2_grpc.add_TandemServicer_to_server(GrpcFront(serving), server)
+    client_pb2_grpc.add_TandemServicer_to_server(GrpcFront(serving, stall_limit_s), server)
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     names = (pb.DESCRIPTOR.services_by_name["Tandem"].full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
