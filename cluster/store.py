@@ -74,7 +74,7 @@ class Store:
         self._open_until_s = self._clock() + OPEN_S
         if self.is_up:
             self.is_up = False
-            reason = str(error) or type(error).__name__
+            reason = f"{type(error).__name__}: {error}"
             logger.warning("Redis does not answer (%s): serving on the last view of the cluster", reason)
 
     def _refused(self, error: Exception) -> None:
