@@ -1,5 +1,5 @@
-"""Redis in every bad state it is known for: serving goes on, answers stay right, one line tells it, and when it is well
-again workers and blocks are found in it."""
+"""Redis in every bad state it is known for: serving goes on, answers stay right, one line tells it, and when it is
+well again workers and blocks are found in it."""
 
 import asyncio
 import os
