@@ -81,11 +81,20 @@ class BlockPublisher:
         self._store = store
         self._refresh_s = refresh_s
         self._worker_id = worker_id
-        self._epoch = epoch
-        self._holder = _HOLDER.pack(epoch, TIER_POOL)
+        self._take(epoch)
         self._held: set[BlockHash] = set()
         self._pending: dict[BlockHash, bool] = {}
         self._changed = asyncio.Event()
+
+    async def renew(self, epoch: Epoch) -> None:
+        """The worker goes on as another incarnation: it holds the same blocks. The rows of the old one are dropped by
+        whoever misses it."""
+        self._take(epoch)
+        await self.republish()
+
+    def _take(self, epoch: Epoch) -> None:
+        self._epoch = epoch
+        self._holder = _HOLDER.pack(epoch, TIER_POOL)
 
     def note(self, is_stored: bool, block_hash: BlockHash) -> None:
         """Record one change; the last one for a hash counts."""

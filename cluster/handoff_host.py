@@ -11,18 +11,21 @@ from abc import abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 from cluster.session import Command, Event, Outbox, SessionHost
-from core.errors import Cancelled, StaleEpoch, TandemError
+from core.errors import Cancelled, DeadlineExceeded, StaleEpoch, TandemError
+from core.handoff import Handoff, HandoffState
 from core.ids import Epoch, HandoffId
 from core.tombstones import Tombstones
 
 logger = logging.getLogger(__name__)
 TOMBSTONE_S = 600.0
+EXPIRY_SLACK_S = 5.0
 
 
 class Cancellable(Protocol):
     """A handoff as its tier keeps it."""
 
     id: HandoffId
+    lifetime: Handoff
 
     async def cancel(self) -> bool:
         """Stop its transfer; True once nothing of it touches a pool any more."""
@@ -33,15 +36,18 @@ H = TypeVar("H", bound=Cancellable)
 
 
 class Entry(Generic[H, Event]):
-    """One live handoff of one session. `task` runs its transfer, `ending` its end."""
+    """One live handoff of one session. `task` runs its transfer, `ending` its end, in state `outcome`; `expiry` ends
+    what its gateway has forgotten."""
 
-    __slots__ = ("ending", "events", "handoff", "is_quiet", "task")
+    __slots__ = ("ending", "events", "expiry", "handoff", "is_quiet", "outcome", "task")
 
     def __init__(self, handoff: H, events: Outbox[Event]) -> None:
         self.handoff = handoff
         self.events = events
         self.task: asyncio.Task[None] | None = None
         self.ending: asyncio.Task[None] | None = None
+        self.expiry: asyncio.TimerHandle | None = None
+        self.outcome = HandoffState.ABORTED
         self.is_quiet = True
 
 
@@ -70,6 +76,11 @@ class HandoffHost(SessionHost[Command, Event], Generic[Command, Event, H]):
     async def end_work(self, entry: Entry[H, Event]) -> None:
         """Have the engine end it, now that its transfer is cancelled; the engine's answer calls ended()."""
 
+    def fence(self, epoch: Epoch) -> None:
+        """Take a new epoch: every session ends and every handoff with it; commands for the old one are stale."""
+        self._epoch = epoch
+        self.end_sessions()
+
     def find(self, handoff_id: HandoffId) -> Entry[H, Event] | None:
         return self._entries.get(handoff_id)
 
@@ -84,8 +95,12 @@ class HandoffHost(SessionHost[Command, Event], Generic[Command, Event, H]):
             return False
         return handoff_id not in self._entries
 
-    def admit(self, handoff: H, events: Outbox[Event]) -> Entry[H, Event]:
+    def admit(self, handoff: H, events: Outbox[Event], deadline_s: float) -> Entry[H, Event]:
+        """It is live from now on, for what remains of its request's time: the gateway ends it before that."""
         entry = self._entries[handoff.id] = Entry(handoff, events)
+        entry.expiry = asyncio.get_running_loop().call_later(
+            deadline_s + EXPIRY_SLACK_S, self.fail, entry, DeadlineExceeded("its gateway never ended it")
+        )
         return entry
 
     def abort(self, handoff_id: HandoffId, events: Outbox[Event]) -> None:
@@ -102,6 +117,7 @@ class HandoffHost(SessionHost[Command, Event], Generic[Command, Event, H]):
         handoff_id = entry.handoff.id
         logger.warning("handoff %s failed: %s", handoff_id, error)
         entry.events.put(self.failed(handoff_id, error))
+        entry.outcome = HandoffState.FAILED
         self._over.add(handoff_id)
         if entry.task is asyncio.current_task():
             entry.task = None  # the transfer itself failed: it is ending, and must not wait for itself
@@ -110,24 +126,37 @@ class HandoffHost(SessionHost[Command, Event], Generic[Command, Event, H]):
 
     def forget(self, handoff_id: HandoffId) -> bool:
         """It ended by itself. False when it was not live: then nothing changes."""
-        if self._entries.pop(handoff_id, None) is None:
+        entry = self._entries.pop(handoff_id, None)
+        if entry is None:
             return False
+        _stop(entry.expiry)
         self._over.add(handoff_id)
         return True
 
     def ended(self, handoff_id: HandoffId) -> None:
         """The engine has ended an aborted one."""
         entry = self._entries.pop(handoff_id)
+        _stop(entry.expiry)
         entry.events.put(self.aborted(handoff_id, entry.is_quiet))
 
     def on_session_end(self, events: Outbox[Event]) -> None:
         for handoff_id in [key for key, entry in self._entries.items() if entry.events is events]:
             self.abort(handoff_id, events)
 
-    async def _end(self, entry: Entry[H, Event]) -> None:
-        """Stop the transfer before the blocks that it touches are given back."""
+    async def stop_transfer(self, entry: Entry[H, Event]) -> None:
+        """Afterwards `is_quiet` says whether nothing of it touches any pool."""
         if entry.task is not None:
             entry.task.cancel()
             await asyncio.wait([entry.task])
         entry.is_quiet = await entry.handoff.cancel()
+
+    async def _end(self, entry: Entry[H, Event]) -> None:
+        """Stop the transfer before the blocks that it touches are given back."""
+        await self.stop_transfer(entry)
+        entry.handoff.lifetime.end(entry.outcome)
         await self.end_work(entry)
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

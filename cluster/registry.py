@@ -90,7 +90,8 @@ class Registry:
 
 
 class Registration:
-    """One worker's presence. `run()` renews it until cancelled; `leave()` removes it at once."""
+    """One worker's presence. `run()` renews it until cancelled; `leave()` removes it at once. `record` is replaced
+    when the worker takes a new epoch."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Registration:
     ) -> None:
         """`on_return` is awaited when the row had to be made anew: what else this worker published is gone too."""
         self._store = store
-        self._record = record
+        self.record = record
         self._read_load = read_load
         self._on_return = on_return
         self._sequence = 0
@@ -121,7 +122,7 @@ class Registration:
 
     async def _renew(self, redis: Any) -> bool:
         """Write row and load with their expiry; True when the row of this epoch was still there."""
-        keys, record = self._store.keys, self._record
+        keys, record = self._store.keys, self.record
         self._sequence += 1
         load = replace(self._read_load(), sequence=self._sequence)
         async with redis.pipeline(transaction=True) as pipe:
@@ -135,12 +136,12 @@ class Registration:
         return bool(previous == str(record.epoch).encode())
 
     async def _remove(self, redis: Any) -> None:
-        keys, worker_id = self._store.keys, self._record.worker_id
+        keys, worker_id = self._store.keys, self.record.worker_id
         await redis.delete(keys.worker(worker_id), keys.load(worker_id))
         await redis.srem(keys.workers, worker_id)
 
     async def _tell(self, redis: Any, kind: str) -> None:
-        fields = {"event": kind, "worker_id": self._record.worker_id, "epoch": self._record.epoch}
+        fields = {"event": kind, "worker_id": self.record.worker_id, "epoch": self.record.epoch}
         await redis.xadd(self._store.keys.events, fields, maxlen=MAX_EVENTS, approximate=True)
 
 

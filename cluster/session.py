@@ -93,6 +93,7 @@ class SessionHost(ABC, Generic[Command, Event]):
     def __init__(self, silence_s: float = SILENCE_S) -> None:
         self._silence_s = silence_s
         self._tasks: set[asyncio.Task[None]] = set()
+        self._open: set[Outbox[Event]] = set()
 
     @abstractmethod
     def on_command(self, command: Command, events: Outbox[Event]) -> None:
@@ -108,12 +109,20 @@ class SessionHost(ABC, Generic[Command, Event]):
         """The event batches of one session, `hello` first. `commands` holds None for each keepalive."""
         events: Outbox[Event] = Outbox()
         events.put(hello)
+        self._open.add(events)
         reader = self.spawn(self._read(commands, events))
         try:
             async for batch in events.batches():
                 yield batch
         finally:
             reader.cancel()
+            events.close()
+            self._open.discard(events)
+            self.on_session_end(events)
+
+    def end_sessions(self) -> None:
+        """Each ends as if its peer had gone."""
+        for events in list(self._open):
             events.close()
             self.on_session_end(events)
 

@@ -4,8 +4,9 @@ The same for both tiers; knows nothing of engines, handoffs or the session messa
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -14,7 +15,9 @@ from grpc_reflection.v1alpha import reflection
 from cluster.background import keep_running
 from cluster.block_index import BlockPublisher
 from cluster.registry import Registration
+from cluster.session import SILENCE_S
 from cluster.store import Store
+from core.clock import loop_time
 from core.ids import Epoch, WorkerId, new_epoch
 from core.load import Load
 from core.worker import WorkerRecord, WorkerShape
@@ -22,6 +25,7 @@ from core.worker import WorkerRecord, WorkerShape
 logger = logging.getLogger(__name__)
 DRAIN_S = 20.0
 DRAIN_POLL_S = 0.05
+PAUSE_CHECK_S = 0.25
 MAX_MESSAGE_BYTES = 64 << 20
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -52,8 +56,12 @@ class WorkerConfig:
         return self.listen.rpartition(":")[0]
 
 
+Renew = Callable[[WorkerRecord], Awaitable[None]]
+"""Ends all sessions and handoffs and goes on as the record's incarnation."""
+
+
 class WorkerServer:
-    """One incarnation of one worker: its epoch, its address, its presence in the registry."""
+    """One worker: its epoch, its address, its presence in the registry."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
@@ -86,11 +94,16 @@ class WorkerServer:
         follow_engine: asyncio.Task[None],
         read_load: Callable[[], Load],
         num_handoffs: Callable[[], int],
+        renew: Renew,
     ) -> int:
         """Serve until SIGTERM, SIGINT or the engine's end, drain, deregister; the exit status."""
         await self._start(services)
         registration = Registration(self.store, record, read_load, self.publisher.republish)
-        loops = {"registration": registration.run, "publishing blocks": self.publisher.run}
+        loops: dict[str, Callable[[], Awaitable[None]]] = {
+            "registration": registration.run,
+            "publishing blocks": self.publisher.run,
+            "fencing": partial(self._fence_after_pauses, registration, renew),
+        }
         background = [asyncio.create_task(keep_running(name, loop)) for name, loop in loops.items()]
         logger.info("%s %s serves on %s", record.role, record.worker_id, record.address)
         stopped = asyncio.create_task(self._stop.wait())
@@ -109,6 +122,20 @@ class WorkerServer:
         await self.server.stop(grace=1.0)
         await self.store.close()
         return 1 if engine_died else 0
+
+    async def _fence_after_pauses(self, registration: Registration, renew: Renew) -> None:
+        """A process that stood still for longer than a session may be silent was taken for dead meanwhile, and what
+        it held was given to others: it goes on as another incarnation, with nothing."""
+        while True:
+            before_s = loop_time()
+            await asyncio.sleep(PAUSE_CHECK_S)
+            paused_s = loop_time() - before_s - PAUSE_CHECK_S
+            if paused_s > SILENCE_S:
+                record = replace(registration.record, epoch=new_epoch())
+                logger.warning("stood still for %.1f s: fenced, epoch %d now", paused_s, record.epoch)
+                await renew(record)
+                registration.record = record
+                await self.publisher.renew(record.epoch)
 
     async def _start(self, services: Iterable[str]) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True, slots=True)
 class Load:
     """`num_free_blocks` counts blocks free or cached without a reference: what a new request can get.
-    `blocks_by_state` sums to `num_blocks`. `sequence` grows with each publication of one epoch."""
+    `tokens_per_s` is what it computed lately while it did compute; 0 when that is unknown. `blocks_by_state` sums
+    to `num_blocks`. `sequence` grows with each publication of one epoch."""
 
     num_blocks: int = 0
     num_free_blocks: int = 0
@@ -14,5 +15,6 @@ class Load:
     num_running: int = 0
     num_waiting: int = 0
     step_s: float = 0.0
+    tokens_per_s: float = 0.0
     blocks_by_state: dict[str, int] = field(default_factory=dict)
     sequence: int = 0

@@ -51,7 +51,6 @@ class DecodeHandoff:
         """The verified seal, waited for as long as the request may take: whoever grants knows neither when the prompt
         is computed nor when its transfer starts. Raises TransferFailed or DeadlineExceeded: nothing that arrived may
         be used."""
-        assert self.grant is not None, self.id
         self.lifetime.advance(HandoffState.RECEIVING)
         seal = await self._receivers.wait_sealed(self.id, self._deadline_s)
         if not seal.first_tokens:
@@ -60,14 +59,18 @@ class DecodeHandoff:
         self.lifetime.advance(HandoffState.DECODING)
         return seal
 
+    def granted(self, grant: Grant) -> None:
+        self.grant = grant
+        self.lifetime.advance(HandoffState.GRANTED)
+
     def finish(self) -> None:
         """The last token was made. A request that is prefilled here has no grant and no transfer to have ended."""
-        if self.grant is not None:
-            self.lifetime.advance(HandoffState.FINISHED)
+        if self.lifetime.state is HandoffState.PENDING:
+            self.lifetime.advance(HandoffState.DECODING)
+        self.lifetime.advance(HandoffState.FINISHED)
 
     async def cancel(self) -> bool:
         """Stop receiving. True once nothing writes into the granted blocks any more."""
-        is_receiving = self.lifetime.state in (HandoffState.GRANTED, HandoffState.RECEIVING)
-        if self.grant is None or not is_receiving:
+        if self.lifetime.state not in (HandoffState.GRANTED, HandoffState.RECEIVING):
             return True
         return await self._receivers.cancel(self.id)

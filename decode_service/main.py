@@ -6,7 +6,7 @@ import logging
 from cluster.worker_server import LoadingLog, WorkerConfig, WorkerServer
 from core.errors import EngineFailed
 from core.grant import GrantSigner
-from core.worker import Role
+from core.worker import Role, WorkerRecord
 from decode_service.handoff import Granter
 from decode_service.service import DecodeService
 from engine.config import EngineConfig
@@ -41,8 +41,17 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     session_pb2_grpc.add_DecodeServicer_to_server(service, server.server)
     names = [session_pb2.DESCRIPTOR.services_by_name["Decode"].full_name]
     follow = asyncio.create_task(service.follow_engine())
+
+    async def renew(record: WorkerRecord) -> None:
+        signer = GrantSigner()
+        granter = Granter(record.worker_id, record.epoch, signer, receivers)
+        service.renew(convert.hello_to_proto(record), granter)
+        receivers.renew(Identity(record.worker_id, record.epoch, record.kv_spec), signer.verify)
+
     try:
-        return await server.run(record, names, follow, lambda: service.load, lambda: service.num_handoffs)
+        return await server.run(
+            record, names, follow, lambda: service.load, lambda: service.num_handoffs, renew
+        )
     finally:
         await receivers.close()
         await engine.stop()

@@ -98,10 +98,10 @@ class DecodeTier:
         """Queue a reserve, or refuse one that could never be served to its end. A repeated one changes nothing."""
         scheduler = self.engine.scheduler
         sequence = self._sequence(command)
-        max_len = max(len(sequence.tokens) + 1, len(command.prompt_ids) + command.params.max_tokens)
+        max_len = sequence.max_len(scheduler.limits.context_len)
         if self._is_known(command.id):
             return
-        if not scheduler.can_run(sequence, min(max_len, scheduler.limits.context_len)):
+        if not scheduler.can_run(sequence, max_len):
             self._refuse(command.id, ErrorCode.INVALID, f"{max_len} tokens do not fit the decode worker")
         elif command.is_local:
             self._prefill_locally(sequence)
@@ -161,7 +161,7 @@ class DecodeTier:
 
     def _reserve(self, command: Reserve) -> bool:
         """Take a batch place and blocks for the tokens plus one, leaving a free block for each running sequence.
-        Whoever was preempted comes first."""
+        Whoever was preempted comes first, unless it waits for others to end."""
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         if scheduler.num_free_places <= 0 or scheduler.next_waiting is not None:
             return False

@@ -52,6 +52,11 @@ class DecodeService(
         self._block_bytes = convert.kv_spec_from_proto(hello.kv_spec).block_bytes
         self.load = Load()
 
+    def renew(self, hello: pb.WorkerHello, granter: Granter) -> None:
+        """Go on as another incarnation, with the same engine and nothing of what was there."""
+        self.fence(granter.epoch)
+        self._hello, self._granter = hello, granter
+
     async def Session(
         self, requests: AsyncIterator[pb.DecodeCommands], context: object
     ) -> AsyncIterator[pb.DecodeEvents]:
@@ -77,7 +82,8 @@ class DecodeService(
         handoff_id = convert.handoff_id_from_proto(reserve.handoff_id)
         if not self.may_start(handoff_id, reserve.worker.epoch, events):
             return
-        self.admit(DecodeHandoff(handoff_id, reserve.deadline_s, self._receivers), events)
+        handoff = DecodeHandoff(handoff_id, reserve.deadline_s, self._receivers)
+        self.admit(handoff, events, reserve.deadline_s)
         params = convert.sampling_from_proto(reserve.sampling)
         prompt, output = list(reserve.prompt_ids), list(reserve.output_ids)
         self._engine.send(
@@ -148,7 +154,7 @@ class DecodeService(
         except StaleEpoch as error:
             self.fail(entry, error)
             return
-        entry.handoff.grant = grant
+        entry.handoff.granted(grant)
         entry.task = self.spawn(self._receive(entry))
         entry.events.put(pb.DecodeEvent(granted=pb.DecodeGranted(grant=convert.grant_to_proto(grant))))
 

@@ -17,6 +17,9 @@ class Runner(Protocol):
         ...
 
 
+RATE_DECAY = 0.95
+
+
 class Engine:
     """step() is the whole story: schedule, forward and sample, commit. `on_scheduled` is called between the first
     two; `work` is the latest schedule, also while and after it is computed by a step that raised."""
@@ -25,6 +28,8 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.step_s = 0.0
+        self._recent_tokens = 0.0
+        self._recent_s = 0.0
         self.work: list[Work] = []
         self.on_scheduled: Callable[[list[Work]], None] = lambda work: None
 
@@ -37,5 +42,15 @@ class Engine:
         self.on_scheduled(self.work)
         sampled = self.runner.run(self.work)
         progress = self.scheduler.commit(self.work, sampled)
-        self.step_s = self.scheduler.clock() - started_s
+        self._note_step(self.scheduler.clock() - started_s, sum(item.num_tokens for item in self.work))
         return progress
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over the latest steps, each counted by what it computed; 0 before the first."""
+        return self._recent_tokens / self._recent_s if self._recent_s else 0.0
+
+    def _note_step(self, step_s: float, num_tokens: int) -> None:
+        self.step_s = step_s
+        self._recent_s = RATE_DECAY * self._recent_s + step_s
+        self._recent_tokens = RATE_DECAY * self._recent_tokens + num_tokens

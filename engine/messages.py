@@ -16,11 +16,18 @@ class Command(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartPrompt(Command, frozen=True, tag=True):
-    """Prefill: compute `prompt_ids` and what was already generated, then sample one token."""
+    """Prefill: compute `prompt_ids` and what was already generated, then sample one token. With `takes_over`, an
+    earlier attempt of the request whose blocks are still held goes on under the new id instead."""
 
     prompt_ids: list[int]
     output_ids: list[int]
     params: SamplingParams
+    takes_over: int = 0
+
+
+class Granted(Command, frozen=True, tag=True):
+    """Prefill: a decode worker has reserved blocks for it: it no longer counts against the bound on prompts that wait
+    for a grant."""
 
 
 class Release(Command, frozen=True, tag=True):
@@ -61,7 +68,7 @@ class Quiet(Command, frozen=True, tag=True):
     """Decode: nothing writes into the handoff's quarantined blocks any more."""
 
 
-AnyCommand = StartPrompt | Release | Reserve | Activate | Credit | AbortWork | Quiet
+AnyCommand = StartPrompt | Granted | Release | Reserve | Activate | Credit | AbortWork | Quiet
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
@@ -69,10 +76,11 @@ class Event(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(Event, frozen=True, tag=True):
-    """Prefill: every block of the prompt is reserved; `block_ids` in prompt order."""
+    """Prefill: every block of the `num_tokens` to be handed over is reserved; `block_ids` in prompt order."""
 
     block_ids: list[BlockId]
     num_cached_tokens: int
+    num_tokens: int
 
 
 class Computed(Event, frozen=True, tag=True):

@@ -18,8 +18,12 @@ from engine.model_config import ModelConfig
 from engine.rope import cos_sin_table
 from engine.weights import EMBEDDING, FINAL_NORM, HEAD, ROPE_FACTORS, OnProgress, load_weights
 from kernels import ops
+from kernels.cpu.bodies import PackedMatrix
+from kernels.cpu.decoder import DecoderLayer, DecoderShape, NativeDecoder, can_decode
 from kernels.layouts import Caches, Ragged, Rope, TokenSlots
-from kernels.linear import Linear, TorchLinear, make_linear
+from kernels.linear import Linear, PackedLinear, make_linear
+
+NATIVE_CACHES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,9 @@ class LlamaModel:
         if config.tie_word_embeddings:
             self._embedding = self._head = make_linear(embedding)
         else:
-            self._embedding = TorchLinear(embedding)
+            self._embedding = make_linear(embedding)
             self._head = make_linear(weights.pop(HEAD).to(device))
+        self._native = self._make_native()
 
     @classmethod
     def load(
@@ -73,6 +78,12 @@ class LlamaModel:
         """Writes K and V into the pool's blocks; returns the logits [R, vocab] float32 of batch.logit_rows."""
         ragged = Ragged(batch.query_starts, batch.context_lens, batch.block_tables)
         slots = TokenSlots(batch.positions, batch.slot_mapping)
+        if self._native is not None and pool.data.dtype in NATIVE_CACHES:
+            return self._native.forward(batch.token_ids, slots, ragged, batch.logit_rows, pool.data)
+        return self._forward(batch, slots, ragged, pool)
+
+    def _forward(self, batch: ForwardBatch, slots: TokenSlots, ragged: Ragged, pool: KVPool) -> Tensor:
+        """Operation by operation, wherever the tensors are."""
         eps = self.config.rms_norm_eps
         residual = self._embedding.rows(batch.token_ids)
         delta = None
@@ -85,6 +96,34 @@ class LlamaModel:
         assert delta is not None, "a model has at least one layer"
         final = residual[batch.logit_rows] + delta[batch.logit_rows]
         return self._head(ops.rms_norm(final, self._final_norm, eps)).float()
+
+    def _make_native(self) -> NativeDecoder | None:
+        """The pass in one call, where the machine and the model's shape allow it."""
+        config = self.config
+        shape = DecoderShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, self._scale
+        )
+        if not can_decode(shape):
+            return None
+        layers = [_native_layer(layer) for layer in self._layers]
+        embedding, head = _packed(self._embedding), _packed(self._head)
+        if embedding is None or head is None or not all(layers):
+            return None
+        whole = [layer for layer in layers if layer is not None]
+        return NativeDecoder(shape, whole, self._final_norm, embedding, head)
+
+
+def _packed(linear: Linear) -> PackedMatrix | None:
+    return linear.matrix if isinstance(linear, PackedLinear) else None
+
+
+def _native_layer(layer: _Layer) -> DecoderLayer | None:
+    """None unless every product of it is a native one."""
+    matrices = [_packed(linear) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    qkv, output, gate_up, down = matrices
+    if qkv is None or output is None or gate_up is None or down is None:
+        return None
+    return DecoderLayer(layer.input_norm, qkv, layer.rope, output, layer.mlp_norm, gate_up, down)
 
 
 def _norm(delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -3,17 +3,36 @@
 submit ─► waiting ──admit (all blocks of its tokens reserved)──► running ──commit──► finished
              ▲                                                      │
              └───────────────── preempt (blocks released) ──────────┘
+
+A sequence whose reader takes tokens is preempted at most MAX_PREEMPTIONS times:
+
+    running, oldest first   [ A  B* C  D* | E  F  G ]      * at the bound
+                              shielded      victims, from the right
+
+- Shielded are those at the bound and all that are older. `_has_claim` lets one in among them only if the most that
+  they may all become fits the pool together. So when a shielded one finds no block, a victim holds some, or blocks
+  are in flight or quarantined: it waits in its place for these, which end without its help.
+- The others take blocks of newer ones only and wait in their place when no newer one is left. So the oldest is never
+  preempted, and progresses: with everybody newer gone, what it may become fits the pool.
+- One at the bound waits outside until those older than it and those inside at the bound leave room for all that it
+  may become. Each of these progresses, and nobody who needs such a claim passes it. Others do: they are newer, so
+  it takes their blocks later on.
+- One without credit is everybody's first victim, shielded or not, also for the sake of one that waits outside.
 """
 
-from collections import deque
+from bisect import insort
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 from core.clock import Clock
 from core.ids import BlockHash, BlockId, HandoffId
 from engine.block_pool import BlockPool
 from engine.sequence import FinishReason, Sequence
+
+MAX_PREEMPTIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +73,17 @@ class Progress(NamedTuple):
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, a prefix cache and preemption by recompute."""
+    """Continuous batching with chunked prefill, a prefix cache and preemption by recompute. `waiting` and `running`
+    are in order of arrival."""
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool, clock: Clock) -> None:
         self.limits = limits
         self.pool = pool
         self.clock = clock
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_reserved_places = 0
+        self._arrivals = count()
 
     @property
     def has_work(self) -> bool:
@@ -80,8 +101,16 @@ class Scheduler:
 
     @property
     def next_waiting(self) -> Sequence | None:
-        """Who is admitted next, before anybody behind it."""
-        return next((sequence for sequence in self.waiting if sequence.credit > 0), None)
+        """Who is admitted next, before anybody behind it. One that waits for its claim lets others by."""
+        is_passing = False
+        for sequence in (sequence for sequence in self.waiting if sequence.credit > 0):
+            holders = self._shielded(sequence)
+            if sequence not in holders:
+                return sequence
+            if not is_passing and self._fits(holder for holder in holders if holder.credit > 0):
+                return sequence
+            is_passing = True
+        return None
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_size)
@@ -95,34 +124,33 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence without blocks. Its tokens must fit an empty pool, and with those that it may still make
-        as well: it would be preempted for ever (the caller has refused it otherwise)."""
+        as well: it would wait for ever (the caller has refused it otherwise)."""
         assert 0 < self.num_blocks_for(len(sequence.tokens)) <= self.pool.num_blocks, len(sequence.tokens)
-        sequence.arrived_s = self.clock()
-        sequence.waits_since_s = sequence.arrived_s
+        self._arrive(sequence)
         self.waiting.append(sequence)
 
     def resume(self, sequence: Sequence) -> None:
         """Run a sequence whose blocks the caller owns and whose KV is there (a sealed handoff)."""
-        sequence.arrived_s = sequence.waits_since_s = self.clock()
+        self._arrive(sequence)
         self.running.append(sequence)
 
     def schedule(self) -> list[Work]:
-        """The next step: sequences that decode first, then chunks of those that do not yet, then new ones (they are
-        the last entries, with num_computed equal to num_cached). A sequence without credit is passed over."""
+        """The next step: sequences that decode first, the oldest before others, then chunks of those that do not yet,
+        then new ones (they are the last entries, with num_computed equal to num_cached). A sequence without credit is
+        passed over, and one that must wait for a block."""
         budget = self.limits.token_budget
         work: list[Work] = []
         for sequence in list(self.running):
             if sequence.num_to_compute == 1 and sequence.credit > 0 and budget and self._make_room(sequence):
                 work.append(Work(sequence, 1))
                 budget -= 1
-        work = [item for item in work if item.sequence in self.running]
         for sequence in self.running:
             if sequence.num_to_compute > 1 and budget:
                 work.append(Work(sequence, min(sequence.num_to_compute, budget)))
                 budget -= work[-1].num_tokens
         while budget and self.num_free_places > 0 and (head := self.next_waiting) and self._admit(head):
             self.waiting.remove(head)
-            self.running.append(head)
+            insort(self.running, head, key=_arrival)
             work.append(Work(head, min(head.num_to_compute, budget)))
             budget -= work[-1].num_tokens
         self._end_waits(work)
@@ -181,13 +209,31 @@ class Scheduler:
                 sequence.queue_s = now_s - sequence.waits_since_s
                 sequence.waits_since_s = None
 
+    def _arrive(self, sequence: Sequence) -> None:
+        sequence.arrival = next(self._arrivals)
+        sequence.waits_since_s = self.clock()
+
     def _admit(self, sequence: Sequence) -> bool:
-        """Reserve every block of the sequence's tokens, sharing what is cached. False when there is no room."""
+        """Reserve what the sequence needs to run, at the cost of those whose readers take nothing. False when there
+        is no room."""
+        while not (self._has_claim(sequence) and self._take_blocks(sequence)):
+            idle = self._newest_idle()
+            if idle is None:
+                return False
+            self._preempt(idle)
+        return True
+
+    def _take_blocks(self, sequence: Sequence) -> bool:
+        """Reserve every block of the sequence's tokens, sharing what is cached. False when there is no room. One that
+        was preempted leaves a free block for each running sequence: the next step would preempt it again."""
         size = self.limits.block_size
         reusable = (len(sequence.tokens) - 1) // size
         shared = self.pool.lookup(sequence.chain(size, reusable))
+        num_fresh = self.num_blocks_for(len(sequence.tokens)) - len(shared)
+        num_spare = len(self.running) if sequence.num_preemptions else 0
         self.pool.acquire(shared)
-        fresh = self.pool.allocate(self.num_blocks_for(len(sequence.tokens)) - len(shared))
+        has_room = self.pool.num_available >= num_fresh + num_spare
+        fresh = self.pool.allocate(num_fresh) if has_room else None
         if fresh is None:
             self.pool.release(shared)
             return False
@@ -196,8 +242,8 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Give `sequence` the block of its next token, preempting newer sequences while there is none. False when it
-        was itself preempted."""
+        """Give `sequence` the block of its next token, preempting victims while there is none. False when it must
+        wait, or was itself preempted for an older one."""
         while sequence in self.running:
             if self.num_blocks_for(len(sequence.tokens)) <= len(sequence.block_ids):
                 return True
@@ -205,17 +251,45 @@ class Scheduler:
             if fresh is not None:
                 sequence.block_ids.extend(fresh)
                 return True
-            self._preempt(self._victim())
+            victim = self._victim(sequence)
+            if victim is None:
+                return False
+            self._preempt(victim)
         return False
 
-    def _victim(self) -> Sequence:
-        """One whose reader takes nothing, else the newest: a sequence is preempted only for older ones, so they bound
-        how often that happens to it."""
-        return max(reversed(self.running), key=lambda sequence: (sequence.credit <= 0, sequence.arrived_s))
+    def _victim(self, sequence: Sequence) -> Sequence | None:
+        """One whose reader takes nothing, else the newest unless it is shielded, or no newer than `sequence`."""
+        newest = self.running[-1]
+        is_fair = newest is not sequence and newest not in self._shielded()
+        return self._newest_idle() or (newest if is_fair else None)
+
+    def _newest_idle(self) -> Sequence | None:
+        return next((sequence for sequence in reversed(self.running) if sequence.credit <= 0), None)
+
+    def _has_claim(self, sequence: Sequence) -> bool:
+        """Whether `sequence` may run as far as those are concerned that must never be preempted any more."""
+        holders = self._shielded(sequence)
+        return sequence not in holders or self._fits(holders)
+
+    def _shielded(self, *joining: Sequence) -> list[Sequence]:
+        """Of those that run, and `joining`: the ones at the bound and all that are older."""
+        present = [*self.running, *joining]
+        at_bound = [sequence.arrival for sequence in present if sequence.num_forced >= MAX_PREEMPTIONS]
+        return [sequence for sequence in present if sequence.arrival <= max(at_bound, default=-1)]
+
+    def _fits(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether all that these may become fits the pool, were they alone in it."""
+        lengths = (sequence.max_len(self.limits.context_len) for sequence in sequences)
+        return sum(self.num_blocks_for(length) for length in lengths) <= self.pool.num_blocks
 
     def _preempt(self, sequence: Sequence) -> None:
         self.pool.release(self.detach(sequence))
         sequence.num_computed = 0
         sequence.num_preemptions += 1
+        sequence.num_forced += sequence.credit > 0
         sequence.waits_since_s = self.clock()
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=_arrival)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

@@ -20,7 +20,8 @@ class FinishReason(StrEnum):
 @dataclass(slots=True)
 class Sequence:
     """Mutable, owned by one scheduler. `credit` is how many tokens may still be made before
-    the reader must ask for more; `queue_s` is how long it last waited for a step."""
+    the reader must ask for more; `queue_s` is how long it last waited for a step. `arrival` numbers the sequences of
+    a scheduler; `num_forced` counts those preemptions that a lack of credit does not explain."""
 
     id: HandoffId
     tokens: list[int]
@@ -29,11 +30,12 @@ class Sequence:
     fingerprint: str
     choice: int = 0
     credit: int = 1 << 30
-    arrived_s: float = 0.0
+    arrival: int = 0
     block_ids: list[BlockId] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
+    num_forced: int = 0
     waits_since_s: float | None = None
     queue_s: float = 0.0
     _chain: list[BlockHash] = field(default_factory=list)
@@ -59,6 +61,11 @@ class Sequence:
             ids = self.tokens[start : start + HASH_BLOCK_TOKENS]
             self._chain.append(hash_block(parent, ids, self.fingerprint))
         return self._chain[per_block - 1 : num_blocks * per_block : per_block]
+
+    def max_len(self, context_len: int) -> int:
+        """How many tokens it may become, at least one more than it has."""
+        whole = max(len(self.tokens) + 1, self.num_prompt_tokens + self.params.max_tokens)
+        return min(whole, context_len)
 
     def finish_reason(self, context_len: int) -> FinishReason | None:
         """Why no token follows the last one, if none does."""

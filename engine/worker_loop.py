@@ -100,6 +100,7 @@ def report(tier: Tier) -> Report:
         num_running=len(scheduler.running),
         num_waiting=tier.num_waiting,
         step_s=tier.engine.step_s,
+        tokens_per_s=tier.engine.tokens_per_s,
         blocks_by_state={state.value: count for state, count in scheduler.pool.counts.items()},
     )
     events, tier.events = tier.events, []

@@ -4,14 +4,14 @@
                 └────────── first_token (may come before or after the grant) ──┘
 
 The first token reaches the client as soon as it and a grant exist; with the verified seal at the latest. Whatever way
-the attempt ends, everything still live on either worker is aborted.
+the attempt ends, everything still live on either worker is aborted, but for a prompt's blocks that another attempt
+may have sent elsewhere: those stay leased (`lease`) until it takes them over.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from cluster.handoff_rows import HandoffRows
-from core.clock import loop_time
 from core.errors import (
     Busy,
     Cancelled,
@@ -21,24 +21,27 @@ from core.errors import (
     Unavailable,
     WorkerLost,
 )
-from core.ids import HandoffId
+from core.handoff import Handoff, HandoffState
+from core.ids import HandoffId, WorkerId
 from core.worker import WorkerRecord
 from gateway.fleet import Fleet
 from gateway.generation import OutputToken
+from gateway.lease import Lease
 from gateway.link import CANCELLED, Cancel, FromWorker, Inbox, LinkLost, WorkerLink
 from gateway.live import Live
+from gateway.stage_limits import RESERVE_WAIT_S, Stage, StageLimits
 from gateway.timing import Mark
 from proto import convert
 from proto import session_pb2 as pb
 from proto import types_pb2 as types
 
 CREDIT_TOKENS = 256
-RESERVE_WAIT_S = 30.0
-VERIFY_LIMIT_S = 10.0
 
 
 class Attempt:
-    """`tokens()` yields what the workers produce, in order, from output position len(committed) on."""
+    """`tokens()` yields what the workers produce, in order, from output position len(committed) on. After an error:
+    `lease` is what a next attempt may take over, `suspects` are workers better avoided, `was_running_on_lost` tells
+    that a worker died at this request's work."""
 
     def __init__(
         self,
@@ -48,11 +51,18 @@ class Attempt:
         prefill: WorkerRecord | None,
         decode: Sequence[WorkerRecord],
         rows: HandoffRows,
+        taken_over: Lease | None = None,
     ) -> None:
-        """Without a prefill worker the decode worker computes the prompt itself, if it is short enough for that."""
+        """Without a prefill worker the decode worker computes the prompt itself, if it is short enough for that. A
+        lease to be taken over must be of `prefill`."""
         self.id = HandoffId(live.request.request_id, live.report.num_attempts)
         self._request = live.request
         self._committed = tuple(committed)
+        self._covered = self._committed
+        self._taken_over = taken_over
+        self.lease: Lease | None = None
+        self.suspects: set[WorkerId] = set()
+        self.was_running_on_lost = False
         self._fleet = fleet
         self._rows = rows
         self._clock = live.clock
@@ -67,21 +77,22 @@ class Attempt:
         self._next_position = len(committed)
         self._credit = CREDIT_TOKENS
         self._has_pending = True
-        self._verify_by_s: float | None = None
         self._decode_was_asked = False
-        self._is_granted = False
-        self._is_verified = False
-        self._is_over = False
+        self._lifetime = Handoff()
+        self._limits = StageLimits(self._num_tokens)
 
     async def tokens(self) -> AsyncGenerator[OutputToken, None]:
         """Raises the typed error that ended the attempt; `retryable` says whether another may do better."""
         cancelling = asyncio.create_task(self._watch_cancel())
         try:
             self._start()
-            while not self._is_over:
+            while not self._lifetime.state.is_terminal:
                 event = await self._next_event()
                 for token in self._on_event(event):
                     yield token
+        except (TransferFailed, WorkerLost) as error:
+            self._note_failure(error)
+            raise
         finally:
             cancelling.cancel()
             self._rows.remove(self.id)
@@ -104,13 +115,20 @@ class Attempt:
             if not any(link and link.record is event.worker for link in (self._prefill, self._decode)):
                 continue
             if isinstance(event, LinkLost):
+                self._drop_lost(event.worker)
                 raise WorkerLost(f"{event.worker.worker_id}: {event.reason}")
             return event
 
+    def _drop_lost(self, worker: WorkerRecord) -> None:
+        if self._prefill is not None and self._prefill.record is worker:
+            self.was_running_on_lost = self._clock.has(Mark.STARTED)
+            self._leave_prefill()
+        else:
+            self.was_running_on_lost = self._lifetime.state is HandoffState.DECODING
+
     def _left_s(self) -> float:
-        """Until the request's deadline, or that of its seal once that was sent."""
-        remaining_s = self._remaining_s
-        return remaining_s if self._verify_by_s is None else min(remaining_s, self._verify_by_s - loop_time())
+        """Until the request's deadline, or that of the stage that it is in."""
+        return min(self._remaining_s, self._limits.left_s)
 
     @property
     def _remaining_s(self) -> float:
@@ -120,7 +138,12 @@ class Attempt:
     def _too_late(self) -> TandemError:
         if self._remaining_s <= 0:
             return DeadlineExceeded(f"not done within {self._request.deadline_s:g} s")
-        return TransferFailed(f"the seal was not verified within {VERIFY_LIMIT_S:g} s")
+        if self._limits.first is Stage.PREFILL and self._prefill is not None:
+            self.suspects.add(self._prefill.record.worker_id)
+            self._abort_prefill("it takes too long")
+        elif self._decode is not None:
+            self.suspects.add(self._decode.record.worker_id)
+        return self._limits.error()
 
     def _on_event(self, event: FromWorker) -> list[OutputToken]:
         """Act on one event; returns the tokens that it makes available."""
@@ -132,7 +155,8 @@ class Attempt:
             case "granted":
                 return self._on_granted(event.body)
             case "sealed":
-                self._verify_by_s = loop_time() + VERIFY_LIMIT_S
+                self._limits.end(Stage.TRANSFER)
+                self._limits.begin(Stage.VERIFY)
             case "seal_verified":
                 return self._on_seal_verified(event.body)
             case "token":
@@ -149,7 +173,8 @@ class Attempt:
             self._reserve_next()
             return
         self._report.prefill_worker_id = self._prefill.record.worker_id
-        self._enter("prefill")
+        self._tell_state()
+        self._limits.begin(Stage.QUEUE)
         self._prefill.subscribe(self.id, self._inbox)
         self._prefill.num_pending_tokens += self._num_tokens
         start = pb.PrefillStart(
@@ -159,6 +184,7 @@ class Attempt:
             output_ids=self._committed,
             sampling=convert.sampling_to_proto(self._request.params),
             deadline_s=max(self._remaining_s, 0.0),
+            takes_over=self._taken_over.handoff_id.attempt if self._taken_over is not None else 0,
         )
         self._prefill.send(pb.PrefillCommand(start=start))
 
@@ -170,17 +196,22 @@ class Attempt:
         self._clock.mark(Mark.STARTED)
         if not self._report.num_cached_tokens:
             self._report.num_cached_tokens = started.num_cached_tokens
+        self._covered = self._committed[: started.num_output_ids]
+        self._limits.end(Stage.QUEUE)
+        if self._first is None:
+            self._limits.begin(Stage.PREFILL)
         self._reserve_next()
 
     def _reserve_next(self) -> None:
         """Ask the next candidate for blocks: at once, but the last one may let us wait for room."""
         self._decode = self._next_candidate()
         self._decode.subscribe(self.id, self._inbox)
+        self._limits.begin(Stage.FIRST_STEP if self._is_local else Stage.GRANT)
         reserve = pb.DecodeReserve(
             handoff_id=convert.handoff_id_to_proto(self.id),
             worker=convert.identity_to_proto(*self._decode.record.key),
             prompt_ids=self._request.prompt_ids,
-            output_ids=self._committed,
+            output_ids=self._covered,
             sampling=convert.sampling_to_proto(self._request.params),
             deadline_s=max(self._remaining_s, 0.0),
             wait_s=0.0 if self._candidates else RESERVE_WAIT_S,
@@ -202,42 +233,50 @@ class Attempt:
         raise Busy("no decode worker has room") if was_asked else WorkerLost("no decode worker is left")
 
     def _on_granted(self, granted: pb.DecodeGranted) -> list[OutputToken]:
-        if self._prefill is None or self._decode is None or self._is_granted:
+        if self._prefill is None or self._decode is None or self._lifetime.state is not HandoffState.PENDING:
             return []
         self._clock.mark(Mark.GRANTED)
-        self._is_granted = True
+        self._limits.end(Stage.GRANT)
         self._report.decode_worker_id = self._decode.record.worker_id
-        self._enter("transfer")
+        self._advance(HandoffState.GRANTED)
         self._prefill.send(pb.PrefillCommand(grant=pb.PrefillGrant(grant=granted.grant)))
-        return self._commit_first() if self._first is not None else []
+        self._advance(HandoffState.RECEIVING)
+        return self._both_are_there() if self._first is not None else []
 
     def _on_first_token(self, event: pb.PrefillFirstToken) -> list[OutputToken]:
         self._clock.mark(Mark.FIRST_TOKEN)
+        self._limits.end(Stage.QUEUE, Stage.PREFILL)
         self._settle_prefill_load()
         self._first = _only(event.first_tokens)
         if self._first.finish_reason:
             self._report.decode_worker_id = ""
-            self._is_over = True
+            self._lifetime.end(HandoffState.ABORTED)
             return self._commit_first()
-        return self._commit_first() if self._is_granted else []
+        return self._both_are_there() if self._lifetime.state is HandoffState.RECEIVING else []
+
+    def _both_are_there(self) -> list[OutputToken]:
+        """First token and grant: the rest of the transfer has its limit, the client its token."""
+        self._limits.begin(Stage.TRANSFER)
+        return self._commit_first()
 
     def _commit_first(self) -> list[OutputToken]:
-        assert self._first is not None
-        return self._accept(
-            self._first.choice,
-            self._first.position,
-            self._first.token_id,
-            self._first.logprob,
-            self._first.finish_reason,
-        )
+        """The first token, unless it is one that an earlier attempt has committed: then it must be the same."""
+        first = self._first
+        assert first is not None
+        if first.position < len(self._committed) and self._committed[first.position] != first.token_id:
+            raise TransferFailed(f"token {first.position} is another than the one already streamed")
+        return self._accept(first.choice, first.position, first.token_id, first.logprob, first.finish_reason)
 
     def _on_seal_verified(self, verified: pb.DecodeSealVerified) -> list[OutputToken]:
         """The decode worker has it all: the prefill side ends. Its first token must be the one already streamed."""
         self._clock.mark(Mark.FIRST_TOKEN)
         self._clock.mark(Mark.VERIFIED)
-        self._is_verified = True
-        self._verify_by_s = None
-        self._enter("decode")
+        if self._lifetime.state is not HandoffState.RECEIVING:
+            raise TransferFailed("a seal was verified that nobody waits for")
+        self._limits.end(Stage.TRANSFER, Stage.VERIFY, Stage.PREFILL)
+        self._limits.begin(Stage.FIRST_STEP)
+        self._advance(HandoffState.SEALED)
+        self._advance(HandoffState.DECODING)
         self._report.num_kv_bytes += verified.num_bytes
         self._report.connector = verified.connector
         sealed = _only(verified.first_tokens)
@@ -251,26 +290,27 @@ class Attempt:
         return self._commit_first()
 
     def _on_token(self, token: pb.DecodeToken) -> list[OutputToken]:
-        if not self._is_verified and not self._is_local:
+        if self._lifetime.state is not HandoffState.DECODING and not self._is_local:
             raise TransferFailed("a token came before the seal was verified")
         self._mark_token(token)
+        self._limits.end(Stage.FIRST_STEP)
+        self._limits.begin(Stage.TOKEN)
         self._report.num_preemptions = token.num_preemptions
         self._spend_credit(token)
         reason = token.finish_reason
         tokens = self._accept(token.choice, token.position, token.token_id, token.logprob, reason)
         if reason:
             self._leave_decode()
-            self._is_over = True
+            self._lifetime.advance(HandoffState.FINISHED)
             if not tokens:
                 raise TransferFailed(f"the output ended again, with token {token.position}")
         return tokens
 
     def _mark_token(self, token: pb.DecodeToken) -> None:
         """The first two tokens end stages; without a handoff the first one ends all up to the verified seal."""
-        if self._is_local and not self._is_verified and self._decode is not None:
-            self._is_verified = True
+        if self._is_local and self._lifetime.state is HandoffState.PENDING and self._decode is not None:
             self._report.decode_worker_id = self._decode.record.worker_id
-            self._enter("decode")
+            self._advance(HandoffState.DECODING)
             for mark in (Mark.FIRST_TOKEN, Mark.GRANTED, Mark.VERIFIED):
                 self._clock.mark(mark)
         elif not self._clock.has(Mark.SECOND_TOKEN):
@@ -300,26 +340,47 @@ class Attempt:
     def _on_failed(self, event: FromWorker) -> None:
         """A refusal of a reserve tries the next decode worker; anything else ends the attempt."""
         error = convert.error_from_proto(event.body.error)
-        is_refusal = isinstance(error, Busy) and not self._is_granted
+        is_refusal = isinstance(error, Busy) and self._lifetime.state is HandoffState.PENDING
         if is_refusal and self._decode is not None and event.worker is self._decode.record:
             self._leave_decode()
             self._reserve_next()
             return
         raise error
 
+    def _note_failure(self, error: TandemError) -> None:
+        """The prefill worker, if it is there, still holds the prompt's blocks: leave them to the next attempt. A
+        transfer that fails again after it was repeated speaks against both of its ends."""
+        if isinstance(error, TransferFailed) and self._decode is not None:
+            self.suspects.add(self._decode.record.worker_id)
+        if self._prefill is not None and self._prefill.is_up:
+            if isinstance(error, TransferFailed) and self._taken_over is not None:
+                self.suspects.add(self._prefill.record.worker_id)
+            self.lease = Lease(self._prefill, self.id)
+            self._leave_prefill()
+
     def _end(self, reason: str) -> None:
         """Abort what is still live. The answers are not waited for: the workers hold the truth about their blocks."""
-        abort = pb.Abort(handoff_id=convert.handoff_id_to_proto(self.id), reason=reason)
-        if self._prefill is not None:
-            self._prefill.send(pb.PrefillCommand(abort=abort))
-            self._leave_prefill()
+        self._lifetime.end(HandoffState.ABORTED)
+        self._abort_prefill(reason)
         if self._decode is not None:
-            self._decode.send(pb.DecodeCommand(abort=abort))
+            self._decode.send(pb.DecodeCommand(abort=self._abort(reason)))
             self._leave_decode()
 
-    def _enter(self, state: str) -> None:
-        self._report.state = state
-        self._rows.update(self.id, state, self._report.prefill_worker_id, self._report.decode_worker_id)
+    def _abort_prefill(self, reason: str) -> None:
+        if self._prefill is not None:
+            self._prefill.send(pb.PrefillCommand(abort=self._abort(reason)))
+            self._leave_prefill()
+
+    def _abort(self, reason: str) -> pb.Abort:
+        return pb.Abort(handoff_id=convert.handoff_id_to_proto(self.id), reason=reason)
+
+    def _advance(self, state: HandoffState) -> None:
+        self._lifetime.advance(state)
+        self._tell_state()
+
+    def _tell_state(self) -> None:
+        state = self._report.state = self._lifetime.state
+        self._rows.update(self.id, state.value, self._report.prefill_worker_id, self._report.decode_worker_id)
 
     def _settle_prefill_load(self) -> None:
         """The prompt is no longer queued there; counted once."""

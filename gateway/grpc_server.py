@@ -190,7 +190,10 @@ async def _abort(context: Any, error: TandemError) -> NoReturn:
     )
     field = error.field if isinstance(error, InvalidRequest | ModelNotFound) else ""
     details = f"{field}: {error}" if field else str(error)
-    await context.abort(status, details, (("tandem-code", error.code.value), ("tandem-field", field)))
+    metadata = [("tandem-code", error.code.value), ("tandem-field", field)]
+    if isinstance(error, Busy):
+        metadata.append(("tandem-retry-after-s", f"{error.retry_after_s:g}"))
+    await context.abort(status, details, tuple(metadata))
     raise AssertionError("abort() raises")
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
+from core.handoff import HandoffState
 from gateway.generation import GenerationRequest
 from gateway.timing import StageClock
 
@@ -18,7 +19,7 @@ class HandoffReport:
     num_cached_tokens: int = 0
     num_attempts: int = 0
     num_preemptions: int = 0
-    state: str = "queued"
+    state: HandoffState = HandoffState.PENDING
     causes: list[str] = field(default_factory=list)
 
 

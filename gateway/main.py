@@ -20,6 +20,7 @@ from core.model_path import public_name, resolve_model
 from core.ready_file import write_ready_file
 from core.worker import Role
 from gateway import grpc_server
+from gateway.admission import Admission
 from gateway.config import GatewayConfig
 from gateway.fleet import Fleet
 from gateway.http_server import HttpFront
@@ -43,7 +44,7 @@ async def serve(config: GatewayConfig) -> int:
     fleet = Fleet(Registry(store), model_id, index)
     metrics = GatewayMetrics(lambda: [worker for role in Role for worker in fleet.candidates(role)])
     rows = HandoffRows(store)
-    orchestrator = Orchestrator(fleet, index, rows, metrics)
+    orchestrator = Orchestrator(fleet, index, rows, metrics, Admission(config.max_queue_s))
     serving = Serving(model_id, tokenizer, fleet, orchestrator, metrics, config.request_timeout_s)
     loops = {"discovery": fleet.run, "handoff rows": rows.run}
     background = [asyncio.create_task(keep_running(name, loop)) for name, loop in loops.items()]

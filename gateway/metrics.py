@@ -21,6 +21,9 @@ class GatewayMetrics:
         self.retries = Counter(
             "tandem_retries", "Attempts after the first, by cause.", ["cause"], registry=registry
         )
+        self.resends = Counter(
+            "tandem_resends", "Attempts that send blocks again which are still leased.", registry=registry
+        )
         self.local_prefills = Counter(
             "tandem_local_prefills",
             "Prompts computed on a decode worker, by cause.",

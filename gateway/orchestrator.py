@@ -7,16 +7,20 @@ from the committed tokens.
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncGenerator
 
 from cluster.block_index import BlockIndex
 from cluster.handoff_rows import HandoffRows
 from core.errors import Busy, TandemError, Unavailable, WorkerLost
-from core.ids import RequestId
+from core.handoff import HandoffState
+from core.ids import RequestId, WorkerId
 from core.worker import Role, WorkerRecord
+from gateway.admission import Admission
 from gateway.attempt import Attempt
 from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest, OutputToken
+from gateway.lease import Lease
 from gateway.live import HandoffReport, Live
 from gateway.metrics import GatewayMetrics
 from gateway.router import choose_prefill, rank_decode
@@ -24,6 +28,7 @@ from gateway.timing import Mark, StageClock, Timing
 
 logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
+MAX_DEATHS = 2
 RETRY_PAUSE_S = 0.2
 MAX_LIVE_REQUESTS = 1024
 
@@ -31,7 +36,15 @@ MAX_LIVE_REQUESTS = 1024
 class Orchestrator:
     """Owns the live requests."""
 
-    def __init__(self, fleet: Fleet, index: BlockIndex, rows: HandoffRows, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: BlockIndex,
+        rows: HandoffRows,
+        metrics: GatewayMetrics,
+        admission: Admission | None = None,
+    ) -> None:
+        self.admission = admission or Admission(math.inf)
         self._fleet = fleet
         self._index = index
         self._rows = rows
@@ -40,11 +53,24 @@ class Orchestrator:
 
     def begin(self, request: GenerationRequest) -> "Generation":
         """Admit a request or refuse it before any work. Raises Unavailable or Busy."""
-        if not self._fleet.candidates(Role.DECODE):
+        self.check_room(len(request.prompt_ids))
+        self.admission.arriving(request.request_id, len(request.prompt_ids))
+        return Generation(self, request)
+
+    def check_room(self, num_tokens: int = 1) -> None:
+        """Whether a prompt of at least that length would be admitted now. Raises Unavailable or Busy."""
+        decode = self._fleet.candidates(Role.DECODE)
+        if not decode:
             raise Unavailable("no decode worker is connected")
         if len(self.live) >= MAX_LIVE_REQUESTS:
             raise Busy(f"{MAX_LIVE_REQUESTS} requests are running")
-        return Generation(self, request)
+        waiting = [
+            len(live.request.prompt_ids)
+            for live in self.live.values()
+            if live.report.state is HandoffState.PENDING
+        ]
+        prefill = self._fleet.candidates(Role.PREFILL)
+        self.admission.check(prefill, decode, num_tokens, waiting, len(self.live))
 
     def abort(self, request_id: str) -> bool:
         """End a request by its own id or its client's. False when no such request runs here."""
@@ -59,32 +85,48 @@ class Orchestrator:
 
     async def attempts(self, live: Live) -> AsyncGenerator[OutputToken, None]:
         """The request's tokens across its attempts. Raises the error of the last one."""
-        committed: list[int] = []
-        while True:
-            live.report.num_attempts += 1
-            try:
-                prefill, decode = await self._route(live, len(committed))
-                attempt = Attempt(live, committed, self._fleet, prefill, decode, self._rows)
-                async with contextlib.aclosing(attempt.tokens()) as tokens:
-                    async for token in tokens:
-                        committed.append(token.token_id)
-                        yield token
-                return
-            except TandemError as error:
-                if not error.retryable or live.report.num_attempts >= MAX_ATTEMPTS:
-                    raise
-                self._note_retry(live, error)
-                await asyncio.sleep(RETRY_PAUSE_S)
+        history = History()
+        try:
+            while True:
+                live.report.num_attempts += 1
+                try:
+                    async with contextlib.aclosing(self._attempt(live, history)) as tokens:
+                        async for token in tokens:
+                            history.committed.append(token.token_id)
+                            yield token
+                    return
+                except TandemError as error:
+                    if not error.retryable or history.is_spent(live.report.num_attempts):
+                        raise
+                    self._note_retry(live, error)
+                    await asyncio.sleep(RETRY_PAUSE_S)
+        finally:
+            history.give_back()
 
-    async def _route(self, live: Live, num_committed: int) -> tuple[WorkerRecord | None, list[WorkerRecord]]:
+    async def _attempt(self, live: Live, history: "History") -> AsyncGenerator[OutputToken, None]:
+        prefill, decode = await self._route(live, history)
+        lease = history.take(prefill)
+        attempt = Attempt(live, history.committed, self._fleet, prefill, decode, self._rows, lease)
+        if lease is not None:
+            self._metrics.resends.inc()
+        try:
+            async with contextlib.aclosing(attempt.tokens()) as tokens:
+                async for token in tokens:
+                    yield token
+        finally:
+            history.note(attempt)
+
+    async def _route(self, live: Live, history: "History") -> tuple[WorkerRecord | None, list[WorkerRecord]]:
         """One prefill worker and the decode workers in order of preference, from what is known now. No prefill
         worker: the decode worker computes the prompt, counted and reported. Raises WorkerLost without any."""
-        request = live.request
+        request, avoid = live.request, history.avoid
         overlap = await self._index.longest_prefix(request.chain)
-        num_tokens = len(request.prompt_ids) + num_committed
-        prefill = choose_prefill(self._fleet.candidates(Role.PREFILL), num_tokens, overlap)
+        num_tokens = len(request.prompt_ids) + len(history.committed)
+        prefill = history.holder or choose_prefill(
+            self._fleet.candidates(Role.PREFILL), num_tokens, overlap, avoid
+        )
         max_len = len(request.prompt_ids) + request.params.max_tokens
-        decode = rank_decode(self._fleet.candidates(Role.DECODE), num_tokens, max_len, overlap)
+        decode = rank_decode(self._fleet.candidates(Role.DECODE), num_tokens, max_len, overlap, avoid)
         if not decode:
             raise WorkerLost("no decode worker is left")
         if prefill is None:
@@ -98,6 +140,45 @@ class Orchestrator:
         )
         live.report.causes.append(error.code.value)
         self._metrics.retries.labels(cause=error.code.value).inc()
+
+
+class History:
+    """What a request's attempts leave to the next one."""
+
+    def __init__(self) -> None:
+        self.committed: list[int] = []
+        self.avoid: set[WorkerId] = set()
+        self._lease: Lease | None = None
+        self._num_deaths = 0
+
+    @property
+    def holder(self) -> WorkerRecord | None:
+        """Who still holds the prompt's blocks and is to send them again."""
+        lease = self._lease
+        if lease is None or not lease.link.is_up or lease.holder.worker_id in self.avoid:
+            return None
+        return lease.holder
+
+    def take(self, prefill: WorkerRecord | None) -> Lease | None:
+        """The lease for an attempt at that worker; one of another worker is given back."""
+        if prefill is None or prefill is not self.holder:
+            self.give_back()
+        lease, self._lease = self._lease, None
+        return lease
+
+    def note(self, attempt: Attempt) -> None:
+        self._lease = attempt.lease
+        self.avoid |= attempt.suspects
+        self._num_deaths += attempt.was_running_on_lost
+
+    def is_spent(self, num_attempts: int) -> bool:
+        """One that was at work on two workers as they died is not tried a third time: it may have been the cause."""
+        return num_attempts >= MAX_ATTEMPTS or self._num_deaths >= MAX_DEATHS
+
+    def give_back(self) -> None:
+        if self._lease is not None:
+            self._lease.give_back("nobody takes it over")
+            self._lease = None
 
 
 class Generation:
@@ -114,9 +195,12 @@ class Generation:
         """In order, once. Closing the iterator early aborts the request on both tiers."""
         live = self._orchestrator.live
         live[self.request.request_id] = self._live
+        self._orchestrator.admission.arrived(self.request.request_id)
         source = self._orchestrator.attempts(self._live)
         try:
             async for token in source:
+                if token.finish_reason:
+                    self._orchestrator.admission.ended()
                 yield token
         finally:
             await source.aclose()

@@ -4,7 +4,7 @@ Prefill: the fewest tokens to compute before this prompt is done (its own uncach
 Decode: prefix overlap, room in the batch and free blocks, in that order of weight.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from core.block_hash import HASH_BLOCK_TOKENS
@@ -28,28 +28,46 @@ Overlap = Mapping[Epoch, int]
 """Leading hash blocks of the prompt that a worker is believed to hold."""
 
 
-def choose_prefill(candidates: Sequence[Candidate], num_tokens: int, overlap: Overlap) -> WorkerRecord | None:
-    """The prefill worker that would finish `num_tokens` first; None when no pool is large enough."""
-    fitting = [c for c in candidates if _fits(c.record, num_tokens)]
-    if not fitting:
-        return None
-    return min(fitting, key=lambda c: (_tokens_ahead(c, num_tokens, overlap), c.record.worker_id)).record
+NOBODY: Collection[WorkerId] = frozenset()
+
+
+def choose_prefill(
+    candidates: Sequence[Candidate],
+    num_tokens: int,
+    overlap: Overlap,
+    avoid: Collection[WorkerId] = NOBODY,
+) -> WorkerRecord | None:
+    """The prefill worker that would finish `num_tokens` first, one of `avoid` only if there is no other; None when no
+    pool is large enough."""
+
+    def cost(candidate: Candidate) -> tuple[bool, int, WorkerId]:
+        worker_id = candidate.record.worker_id
+        return worker_id in avoid, tokens_ahead(candidate, num_tokens, overlap), worker_id
+
+    best = min((c for c in candidates if _fits(c.record, num_tokens)), key=cost, default=None)
+    return best.record if best is not None else None
 
 
 def rank_decode(
-    candidates: Sequence[Candidate], num_tokens: int, max_len: int, overlap: Overlap
+    candidates: Sequence[Candidate],
+    num_tokens: int,
+    max_len: int,
+    overlap: Overlap,
+    avoid: Collection[WorkerId] = NOBODY,
 ) -> list[WorkerRecord]:
-    """Decode workers for a prompt of `num_tokens`, the best first; only those whose pool holds `max_len` tokens, what
-    it may become."""
+    """Decode workers for a prompt of `num_tokens`, the best first, those of `avoid` last; only those whose pool holds
+    `max_len` tokens, what it may become."""
     fitting = [c for c in candidates if _fits(c.record, max_len)]
-    return [c.record for c in sorted(fitting, key=lambda c: _decode_cost(c, num_tokens, overlap))]
+    fitting.sort(key=lambda c: (c.record.worker_id in avoid, _decode_cost(c, num_tokens, overlap)))
+    return [c.record for c in fitting]
 
 
 def _fits(record: WorkerRecord, num_tokens: int) -> bool:
     return record.kv_spec.num_blocks_for(num_tokens) <= record.num_blocks
 
 
-def _tokens_ahead(candidate: Candidate, num_tokens: int, overlap: Overlap) -> int:
+def tokens_ahead(candidate: Candidate, num_tokens: int, overlap: Overlap) -> int:
+    """What this worker computes before a prompt of `num_tokens` is done there: its queue and what is not cached."""
     cached = min(overlap.get(candidate.record.epoch, 0) * HASH_BLOCK_TOKENS, num_tokens)
     return num_tokens - cached + max(candidate.load.num_queued_tokens, candidate.num_pending_tokens)
 

@@ -135,6 +135,7 @@ class Serving:
         if it says so; the gateway's own limit holds in any case."""
         try:
             self.check_model(ask.model)
+            self.orchestrator.check_room()
             context_len = self.context_len
             ids = await self.tokenize(ask.prompt)
             room = context_len - len(ids)

@@ -55,23 +55,22 @@ class TiledLinear(TorchLinear):
 
 
 class PackedLinear(Linear):
-    """The native float32 product on a CPU: every output one chain over k, the same in any batch."""
+    """The native product on a CPU: every output one chain over k, the same in any batch."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._packed = native.pack_linear(weight)
-        self._bias = None if bias is None else bias.contiguous()
+        self.matrix = native.PackedMatrix(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert x.is_contiguous() and x.dtype is torch.float32, (x.stride(), x.dtype)
-        return native.linear(x, self._packed, self._bias, self.out_features)
+        return self.matrix.multiply(x.float()).to(x.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self._packed[ids // native.LANES, :, ids % native.LANES]
+        return self.matrix.rows(ids)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Takes the weight over: the caller lets go of it."""
-    if weight.device.type != "cpu" or weight.dtype is not torch.float32:
-        return TorchLinear(weight, bias)
-    return PackedLinear(weight, bias) if native.can_run(weight) else TiledLinear(weight, bias)
+    is_float = weight.device.type == "cpu" and weight.dtype is torch.float32
+    if native.can_run(weight) and (is_float or weight.shape[1] % 2 == 0):
+        return PackedLinear(weight, bias)
+    return TiledLinear(weight, bias) if is_float else TorchLinear(weight, bias)

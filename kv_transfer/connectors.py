@@ -1,7 +1,7 @@
 """Which connectors there are, and all of a worker's under one roof. Knows nothing of what any of them does.
 
-A decode worker makes one ReceiverSet for its pool and epoch, a prefill worker one SenderSet; a worker that fences
-itself closes its set and makes another.
+A decode worker makes one ReceiverSet for its pool, a prefill worker one SenderSet. A worker that fences itself renews
+the one, which must go on watching who may still write, or makes another of the other.
 """
 
 import asyncio
@@ -46,6 +46,11 @@ class ReceiverSet:
         except OSError:
             await self.close()
             raise
+
+    def renew(self, identity: Identity, verify: VerifyGrant) -> None:
+        """The worker has taken a new epoch and a new key: earlier grants are stale, senders greet it again. What was
+        being received must have been cancelled; its blocks may not be quiet yet."""
+        self._table.renew(identity, verify)
 
     def expect(self, grant: Grant, chain_hash: BlockHash | None = None) -> None:
         """Accept a transfer for this (signed) grant from now on; its blocks belong to the transfer until it is

@@ -45,6 +45,10 @@ class GrantTable:
         self._checks: set[asyncio.Future[None]] = set()
         self._scratch = bytearray()
 
+    def renew(self, identity: Identity, verify: VerifyGrant) -> None:
+        """See ReceiverSet.renew."""
+        self.identity, self._verify = identity, verify
+
     def expect(self, grant: Grant, chain_hash: BlockHash | None) -> None:
         """See ReceiverSet.expect."""
         assert (grant.worker_id, grant.epoch) == (self.identity.worker_id, self.identity.epoch), grant

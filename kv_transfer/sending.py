@@ -208,7 +208,7 @@ class Link:
         self.tap = tap
         self.piece_blocks = max(1, options.piece_bytes // region.block_bytes)
         self._on_lost = on_lost
-        self._is_lost = False
+        self.is_lost = False
         self._numbers = itertools.count(1)
         self._transfers: dict[int, LinkTransfer] = {}
         self._reader = asyncio.get_running_loop().create_task(self._read())
@@ -236,9 +236,9 @@ class Link:
 
     def lose(self, error: TandemError) -> None:
         """Fail every transfer and close the channel. Idempotent."""
-        if self._is_lost:
+        if self.is_lost:
             return
-        self._is_lost = True
+        self.is_lost = True
         self.channel.close()
         for transfer in self._transfers.values():
             transfer.fail(error)
@@ -292,7 +292,7 @@ class LinkSender(KVSender):
         self._identity = identity
         self._options = options
         self._tap = tap
-        self._links: dict[str, asyncio.Task[Link]] = {}
+        self._links: dict[str, asyncio.Future[Link]] = {}
 
     @abstractmethod
     async def _connect(self, address: str) -> Channel:
@@ -305,7 +305,22 @@ class LinkSender(KVSender):
             meeting.add_done_callback(partial(self._met, address))
             self._links[address] = meeting
         link = await asyncio.shield(meeting)
+        if link.peer.epoch != grant.epoch:
+            link = await self._renewed(address, link)
         return await link.open(grant)
+
+    async def _renewed(self, address: str, link: "Link") -> "Link":
+        """Greet a receiver again that may have taken a new epoch since: that ends the connection of its old one. If
+        it has not, the grant is stale and the connection stays as it is."""
+        fresh = await self._meet(address)
+        if fresh.peer.epoch == link.peer.epoch or link.is_lost:
+            await fresh.close()
+            return link
+        link.lose(StaleEpoch(f"{link.peer.worker_id} has taken a new epoch"))
+        renewed: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+        renewed.set_result(fresh)
+        self._links[address] = renewed
+        return fresh
 
     async def close(self) -> None:
         meetings = list(self._links.values())
@@ -342,9 +357,19 @@ class LinkSender(KVSender):
         channel.welcomed(answer)
         return answer.identity
 
-    def _met(self, address: str, meeting: asyncio.Task[Link]) -> None:
+    def _met(self, address: str, meeting: "asyncio.Future[Link]") -> None:
         if meeting.cancelled() or meeting.exception() is not None:
             self._drop(address)
 
     def _drop(self, address: str) -> None:
-        self._links.pop(address, None)
+        """The connection to that address is gone, unless another has taken its place."""
+        meeting = self._links.get(address)
+        is_alive = (
+            meeting is not None
+            and meeting.done()
+            and not meeting.cancelled()
+            and meeting.exception() is None
+            and not meeting.result().is_lost
+        )
+        if not is_alive:
+            self._links.pop(address, None)

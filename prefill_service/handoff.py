@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from core.errors import TransferFailed
 from core.grant import Grant, Seal
+from core.handoff import Handoff, HandoffState
 from core.ids import BlockId, HandoffId
 from engine.messages import First
 from kv_transfer.base import Identity, KVTransfer, Run
@@ -27,18 +28,23 @@ class Delivered(NamedTuple):
 class PrefillHandoff:
     """Fed by the engine's events; `deliver()` is the life of its transfer. One task runs it."""
 
-    def __init__(self, handoff_id: HandoffId, num_tokens: int, block_size: int) -> None:
+    def __init__(
+        self, handoff_id: HandoffId, num_prompt_tokens: int, num_output_tokens: int, block_size: int
+    ) -> None:
         self.id = handoff_id
-        self.num_tokens = num_tokens
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = num_prompt_tokens + num_output_tokens
         self._block_size = block_size
         self._block_ids: list[BlockId] = []
         self._num_computed = 0
         self._first: First | None = None
         self._changed = asyncio.Event()
         self._transfer: KVTransfer | None = None
+        self.lifetime = Handoff()
 
-    def started(self, block_ids: list[BlockId], num_cached_tokens: int) -> None:
+    def started(self, block_ids: list[BlockId], num_cached_tokens: int, num_tokens: int) -> None:
         self._block_ids = block_ids
+        self.num_tokens = num_tokens
         self.computed(num_cached_tokens)
 
     def computed(self, num_tokens: int) -> None:
@@ -57,6 +63,7 @@ class PrefillHandoff:
         self._check(grant)
         address = senders.choose(grant.addresses)
         opened = self._transfer = await senders.open(grant, address)
+        self.lifetime.advance(HandoffState.RECEIVING)
         position = 0
         while position < len(grant.block_ids):
             num_ready = await self._wait_ready(grant, position)
@@ -66,7 +73,17 @@ class PrefillHandoff:
         if all(token.is_finished for token in first.first_tokens):
             return None
         await opened.seal(self._make_seal(first, grant, identity, scheme_of(address)))
+        if self.lifetime.state is HandoffState.RECEIVING:  # its verification may have been heard of already
+            self.lifetime.advance(HandoffState.SEALED)
         return Delivered(opened.num_bytes_sent, scheme_of(address))
+
+    def released(self) -> None:
+        """Its seal was verified."""
+        if self.lifetime.state is HandoffState.RECEIVING:
+            self.lifetime.advance(HandoffState.SEALED)
+        self.lifetime.end(
+            HandoffState.FINISHED if self.lifetime.state is HandoffState.SEALED else HandoffState.ABORTED
+        )
 
     async def cancel(self) -> bool:
         """Stop sending. True once nothing of it touches any pool."""

@@ -9,7 +9,7 @@ import msgspec
 from cluster.worker_server import LoadingLog, WorkerConfig, WorkerServer
 from core.errors import EngineFailed
 from core.kv_region import KVRegion
-from core.worker import Role
+from core.worker import Role, WorkerRecord
 from engine.config import EngineConfig
 from engine.engine_geometry import EngineGeometry
 from engine.engine_process import EngineProcess
@@ -42,10 +42,18 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     session_pb2_grpc.add_PrefillServicer_to_server(service, server.server)
     names = [session_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name]
     follow = asyncio.create_task(service.follow_engine())
+
+    async def renew(record: WorkerRecord) -> None:
+        identity = Identity(record.worker_id, record.epoch, record.kv_spec)
+        fresh = _make_senders(config.connector, engine.region, identity, options)
+        await service.renew(convert.hello_to_proto(record), identity, fresh).close()
+
     try:
-        return await server.run(record, names, follow, lambda: service.load, lambda: service.num_handoffs)
+        return await server.run(
+            record, names, follow, lambda: service.load, lambda: service.num_handoffs, renew
+        )
     finally:
-        await senders.close()
+        await service.senders.close()
         await engine.stop()
 
 

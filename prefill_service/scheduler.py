@@ -1,5 +1,11 @@
 """What the prefill tier adds to an engine: prompts end with their first token, and their blocks are leased until the
-handoff's seal is verified. No torch, no I/O."""
+handoff's seal is verified. No torch, no I/O.
+
+    StartPrompt ─► queued ─► started ─────► sampled (blocks leased) ─► Release | AbortWork
+                               └── at most MAX_UNGRANTED of these have no grant ──┘
+"""
+
+from dataclasses import dataclass
 
 from core.errors import ErrorCode
 from core.grant import FirstToken
@@ -12,6 +18,7 @@ from engine.messages import (
     AnyEvent,
     Computed,
     First,
+    Granted,
     Release,
     Started,
     StartPrompt,
@@ -21,17 +28,31 @@ from engine.messages import (
 from engine.scheduler import Progress, Work
 from engine.sequence import Sequence
 
+MAX_UNGRANTED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The blocks of a computed prompt of `num_tokens`, and what its last token led to."""
+
+    block_ids: list[BlockId]
+    num_tokens: int
+    num_cached_tokens: int
+    first: First
+
 
 class PrefillTier:
-    """Sequences by handoff while they are computed, leased blocks by handoff afterwards."""
+    """Sequences by handoff while they are computed, leases by handoff afterwards; `_ungranted` are those started, of
+    either kind, that no decode worker has blocks for yet."""
 
     def __init__(self, engine: Engine, fingerprint: str) -> None:
         self.engine = engine
         self.events: list[AnyEvent] = []
         self._fingerprint = fingerprint
         self._sequences: dict[HandoffId, Sequence] = {}
-        self._leases: dict[HandoffId, list[BlockId]] = {}
+        self._leases: dict[HandoffId, Lease] = {}
         self._announced: set[HandoffId] = set()
+        self._ungranted: set[HandoffId] = set()
 
     @property
     def num_waiting(self) -> int:
@@ -41,14 +62,18 @@ class PrefillTier:
         match command:
             case StartPrompt():
                 self._start(command)
+            case Granted():
+                self._ungranted.discard(command.id)
             case Release():
                 self._drop(command.id)
             case AbortWork():
-                self._abort(command.id)
+                self._drop(command.id)
+                self.events.append(WorkAborted(command.id))
             case _:
                 raise AssertionError(f"not a prefill command: {command}")
 
     def step(self) -> bool:
+        self._hold_back()
         progress = self.engine.step()
         for item in progress:
             self._report(item)
@@ -59,15 +84,27 @@ class PrefillTier:
         for sequence, _ in work:
             if sequence.id not in self._announced:
                 self._announced.add(sequence.id)
-                self.events.append(Started(sequence.id, list(sequence.block_ids), sequence.num_cached))
+                self._ungranted.add(sequence.id)
+                self.events.append(_started(sequence))
 
     def fail_step(self, error: Exception) -> None:
         for sequence in [item.sequence for item in self.engine.work if item.sequence.id in self._sequences]:
             self._fail(sequence, ErrorCode.ENGINE, f"engine step failed: {type(error).__name__}: {error}")
 
+    def _hold_back(self) -> None:
+        """Prompts beyond MAX_UNGRANTED stay in the queue, which admission looks at: a saturated decode tier must not
+        fill this pool with prompts that nobody takes. Places are taken for whom there is none."""
+        scheduler = self.engine.scheduler
+        num_allowed = max(MAX_UNGRANTED - len(self._ungranted), 0)
+        num_free = scheduler.limits.max_batch - len(scheduler.running)
+        scheduler.num_reserved_places = max(num_free - num_allowed, 0)
+
     def _start(self, command: StartPrompt) -> None:
         """Queue a prompt, or refuse one that could never run. A repeated start changes nothing."""
         if command.id in self._sequences or command.id in self._leases:
+            return
+        earlier = HandoffId(command.id.request_id, command.takes_over)
+        if command.takes_over and self._take_over(earlier, command.id):
             return
         tokens = [*command.prompt_ids, *command.output_ids]
         sequence = Sequence(command.id, tokens, len(command.prompt_ids), command.params, self._fingerprint)
@@ -79,6 +116,27 @@ class PrefillTier:
         self._sequences[command.id] = sequence
         scheduler.submit(sequence)
 
+    def _take_over(self, earlier: HandoffId, new: HandoffId) -> bool:
+        """Go on with what `earlier` holds under its new id, telling again what is known of it. False when nothing of
+        it is here."""
+        sequence = self._sequences.pop(earlier, None)
+        lease = self._leases.pop(earlier, None)
+        self._ungranted.discard(earlier)
+        if sequence is not None:
+            self._sequences[new] = sequence
+            sequence.id = new
+            if earlier in self._announced:
+                self._announced = self._announced - {earlier} | {new}
+                self._ungranted.add(new)
+                self.events += [_started(sequence), Computed(new, sequence.num_computed)]
+        elif lease is not None:
+            self._ungranted.add(new)
+            first = First(new, lease.first.first_tokens, lease.first.finish_reasons, lease.first.chain_hash)
+            self._leases[new] = Lease(lease.block_ids, lease.num_tokens, lease.num_cached_tokens, first)
+            started = Started(new, lease.block_ids, lease.num_cached_tokens, lease.num_tokens)
+            self.events += [started, Computed(new, lease.num_tokens), first]
+        return sequence is not None or lease is not None
+
     def _report(self, progress: Progress) -> None:
         sequence, token, reason = progress
         if token is not None and not token.is_valid:
@@ -88,38 +146,41 @@ class PrefillTier:
         if token is None:
             return
         position = sequence.num_outputs - 1
-        first = FirstToken(sequence.choice, position, token.token_id, token.logprob, reason is not None)
-        self.events.append(First(sequence.id, [first], [reason or ""], self._chain_hash(sequence)))
-        self._lease(sequence)
+        first_token = FirstToken(sequence.choice, position, token.token_id, token.logprob, reason is not None)
+        first = First(sequence.id, [first_token], [reason or ""], self._chain_hash(sequence))
+        self.events.append(first)
+        self._lease(sequence, first)
 
     def _chain_hash(self, sequence: Sequence) -> BlockHash:
         """That of the last full block of the tokens whose KV is handed over."""
         chain = self.engine.scheduler.full_chain(sequence, sequence.num_computed)
         return chain[-1] if chain else BlockHash(b"")
 
-    def _lease(self, sequence: Sequence) -> None:
+    def _lease(self, sequence: Sequence, first: First) -> None:
         self._forget(sequence.id)
         blocks = self.engine.scheduler.detach(sequence)
         self.engine.scheduler.pool.move(blocks, BlockState.OWNED, BlockState.LEASED)
-        self._leases[sequence.id] = blocks
+        self._leases[sequence.id] = Lease(blocks, sequence.num_computed, sequence.num_cached, first)
 
     def _drop(self, handoff_id: HandoffId) -> None:
         """Give back what it holds, at whatever stage it is."""
+        self._ungranted.discard(handoff_id)
         sequence = self._sequences.get(handoff_id)
         if sequence is not None:
             self._forget(handoff_id)
             self.engine.scheduler.finish(sequence)
-        self.engine.scheduler.pool.release(self._leases.pop(handoff_id, []), BlockState.LEASED)
-
-    def _abort(self, handoff_id: HandoffId) -> None:
-        self._drop(handoff_id)
-        self.events.append(WorkAborted(handoff_id))
+        lease = self._leases.pop(handoff_id, None)
+        if lease is not None:
+            self.engine.scheduler.pool.release(lease.block_ids, BlockState.LEASED)
 
     def _fail(self, sequence: Sequence, code: ErrorCode, message: str) -> None:
-        self._forget(sequence.id)
-        self.engine.scheduler.finish(sequence)
+        self._drop(sequence.id)
         self.events.append(WorkFailed(sequence.id, code, message))
 
     def _forget(self, handoff_id: HandoffId) -> None:
         self._sequences.pop(handoff_id, None)
         self._announced.discard(handoff_id)
+
+
+def _started(sequence: Sequence) -> Started:
+    return Started(sequence.id, list(sequence.block_ids), sequence.num_cached, len(sequence.tokens))

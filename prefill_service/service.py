@@ -11,6 +11,7 @@ from cluster.handoff_host import Entry, HandoffHost
 from cluster.session import Outbox
 from core.errors import StaleEpoch, TandemError, error_from
 from core.grant import Grant
+from core.handoff import HandoffState
 from core.ids import HandoffId
 from core.load import Load
 from engine.engine_process import EngineProcess
@@ -19,6 +20,7 @@ from engine.messages import (
     AnyEvent,
     Computed,
     First,
+    Granted,
     Release,
     Report,
     Started,
@@ -56,8 +58,18 @@ class PrefillService(
         self._identity = identity
         self._publisher = publisher
         self._engine = engine
-        self._senders = senders
+        self.senders = senders
         self.load = Load()
+
+    def renew(
+        self, hello: pb.WorkerHello, identity: Identity, senders: SenderSet | FaultySender
+    ) -> SenderSet | FaultySender:
+        """Go on as another incarnation, with the same engine and nothing of what was there; the senders that it had,
+        for the caller to close."""
+        self.fence(identity.epoch)
+        earlier, self.senders = self.senders, senders
+        self._hello, self._identity = hello, identity
+        return earlier
 
     async def Session(
         self, requests: AsyncIterator[pb.PrefillCommands], context: object
@@ -85,27 +97,47 @@ class PrefillService(
         handoff_id = convert.handoff_id_from_proto(start.handoff_id)
         if not self.may_start(handoff_id, start.worker.epoch, events):
             return
-        num_tokens = len(start.prompt_ids) + len(start.output_ids)
-        handoff = PrefillHandoff(handoff_id, num_tokens, self._hello.kv_spec.block_size)
-        self.admit(handoff, events)
+        block_size = self._hello.kv_spec.block_size
+        handoff = PrefillHandoff(handoff_id, len(start.prompt_ids), len(start.output_ids), block_size)
+        self.admit(handoff, events, start.deadline_s)
+        takes_over = start.takes_over if self._retire(handoff_id, start.takes_over) else 0
         params = convert.sampling_from_proto(start.sampling)
-        self._engine.send(StartPrompt(handoff_id, list(start.prompt_ids), list(start.output_ids), params))
+        prompt, output = list(start.prompt_ids), list(start.output_ids)
+        self._engine.send(StartPrompt(handoff_id, prompt, output, params, takes_over))
         events.put(pb.PrefillEvent(queued=pb.PrefillQueued(handoff_id=start.handoff_id)))
 
+    def _retire(self, handoff_id: HandoffId, attempt: int) -> bool:
+        """End an earlier attempt but for its blocks, which the engine passes to the new one. What its transfer may
+        still read there is never sealed, so it need not be waited for. False when it is not live here."""
+        entry = self.find(HandoffId(handoff_id.request_id, attempt))
+        if not attempt or entry is None or entry.ending is not None:
+            return False
+        self.forget(entry.handoff.id)
+        entry.handoff.lifetime.end(HandoffState.ABORTED)
+        self.spawn(self.stop_transfer(entry))
+        return True
+
     def _grant(self, grant: Grant, events: Events) -> None:
+        """The first grant of a handoff starts its transfer; there is no second one."""
         entry = self.find(grant.handoff_id)
         if entry is None:
             events.put(self.failed(grant.handoff_id, StaleEpoch("no such handoff here")))
-        elif entry.task is None and entry.ending is None:
+        elif entry.handoff.lifetime.state is HandoffState.PENDING and entry.ending is None:
+            entry.handoff.lifetime.advance(HandoffState.GRANTED)
+            self._engine.send(Granted(grant.handoff_id))
             entry.task = self.spawn(self._deliver(entry, grant))
 
     async def _deliver(self, entry: PrefillEntry, grant: Grant) -> None:
-        """Blocks cross while later ones are computed; the seal goes last."""
+        """Blocks cross while later ones are computed; the seal goes last. A transfer that failed leaves the lease:
+        the gateway has the blocks sent elsewhere, or aborts."""
         handoff_id = convert.handoff_id_to_proto(entry.handoff.id)
         try:
-            delivered = await entry.handoff.deliver(grant, self._senders, self._identity)
+            delivered = await entry.handoff.deliver(grant, self.senders, self._identity)
         except TandemError as error:
-            self.fail(entry, error)
+            logger.warning("transfer of %s failed: %s", entry.handoff.id, error)
+            entry.handoff.lifetime.end(HandoffState.FAILED)
+            await entry.handoff.cancel()
+            entry.events.put(self.failed(entry.handoff.id, error))
             return
         if delivered is None:
             return
@@ -116,7 +148,10 @@ class PrefillService(
 
     def _release(self, handoff_id: HandoffId) -> None:
         """The seal was verified: nothing of this handoff is needed here any more."""
-        if self.forget(handoff_id):
+        entry = self.find(handoff_id)
+        if entry is not None and entry.ending is None:
+            self.forget(handoff_id)
+            entry.handoff.released()
             self._engine.send(Release(handoff_id))
 
     async def end_work(self, entry: PrefillEntry) -> None:
@@ -141,8 +176,12 @@ class PrefillService(
         handoff_id = convert.handoff_id_to_proto(event.id)
         match event:
             case Started():
-                entry.handoff.started(event.block_ids, event.num_cached_tokens)
-                started = pb.PrefillStarted(handoff_id=handoff_id, num_cached_tokens=event.num_cached_tokens)
+                entry.handoff.started(event.block_ids, event.num_cached_tokens, event.num_tokens)
+                started = pb.PrefillStarted(
+                    handoff_id=handoff_id,
+                    num_cached_tokens=event.num_cached_tokens,
+                    num_output_ids=event.num_tokens - entry.handoff.num_prompt_tokens,
+                )
                 entry.events.put(pb.PrefillEvent(started=started))
             case Computed():
                 entry.handoff.computed(event.num_tokens)

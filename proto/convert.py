@@ -145,6 +145,7 @@ def load_to_proto(load: Load) -> pb.Load:
         step_s=load.step_s,
         sequence=load.sequence,
         blocks_by_state=load.blocks_by_state,
+        tokens_per_s=load.tokens_per_s,
     )
 
 
@@ -157,6 +158,7 @@ def load_from_proto(message: pb.Load) -> Load:
         num_waiting=message.num_waiting,
         step_s=message.step_s,
         blocks_by_state=dict(message.blocks_by_state),
+        tokens_per_s=message.tokens_per_s,
         sequence=message.sequence,
     )
 

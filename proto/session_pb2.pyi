@@ -50,20 +50,22 @@ class PrefillCommand(_message.Message):
     def __init__(self, hello: _Optional[_Union[GatewayHello, _Mapping]] = ..., start: _Optional[_Union[PrefillStart, _Mapping]] = ..., grant: _Optional[_Union[PrefillGrant, _Mapping]] = ..., release: _Optional[_Union[PrefillRelease, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("handoff_id", "worker", "prompt_ids", "output_ids", "sampling", "deadline_s")
+    __slots__ = ("handoff_id", "worker", "prompt_ids", "output_ids", "sampling", "deadline_s", "takes_over")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    TAKES_OVER_FIELD_NUMBER: _ClassVar[int]
     handoff_id: _types_pb2.HandoffId
     worker: _types_pb2.WorkerIdentity
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     output_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _types_pb2.SamplingParams
     deadline_s: float
-    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    takes_over: int
+    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., takes_over: _Optional[int] = ...) -> None: ...
 
 class PrefillGrant(_message.Message):
     __slots__ = ("grant",)
@@ -118,12 +120,14 @@ class PrefillQueued(_message.Message):
     def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
-    __slots__ = ("handoff_id", "num_cached_tokens")
+    __slots__ = ("handoff_id", "num_cached_tokens", "num_output_ids")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     handoff_id: _types_pb2.HandoffId
     num_cached_tokens: int
-    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    num_output_ids: int
+    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., num_output_ids: _Optional[int] = ...) -> None: ...
 
 class PrefillFirstToken(_message.Message):
     __slots__ = ("handoff_id", "first_tokens")

@@ -49,6 +49,16 @@ def _model_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def _max_queue_option(command: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "--max-queue",
+        "max_queue_s",
+        default=10.0,
+        show_default=True,
+        help="Seconds; who would wait longer is refused with 429.",
+    )(command)
+
+
 def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True),
@@ -155,6 +165,7 @@ def _run_worker(serve: Callable[..., Coroutine[Any, Any, int]], role: str, optio
 )
 @click.option("--grpc", default="127.0.0.1:50051", show_default=True, help="HOST:PORT of the gRPC API.")
 @click.option("--ready-file", default=None, help="JSON written once requests can be served.")
+@_max_queue_option
 def gateway(**options: Any) -> None:
     """Run one gateway in the foreground."""
     from gateway.config import GatewayConfig
@@ -175,6 +186,7 @@ def gateway(**options: Any) -> None:
 @click.option("--grpc", default="127.0.0.1:50051", show_default=True, help="HOST:PORT of the gRPC API.")
 @click.option("--redis-url", default="", help="A Redis or Valkey to use [an embedded Valkey].")
 @click.option("--ready-file", default=None, help="JSON written once requests can be served.")
+@_max_queue_option
 @_engine_options
 def serve(ready_file: str | None, **options: Any) -> None:
     """Start a whole tandem on this host: MODEL is a directory, a GGUF file or smollm2."""

@@ -25,6 +25,7 @@ class ServePlan:
     block_size: int
     max_batch: int
     token_budget: int
+    max_queue_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ def plan_workers(plan: ServePlan, cores: Sequence[int]) -> list[ChildPlan]:
 def plan_gateway(plan: ServePlan, ready_file: str, cores: Sequence[int]) -> ChildPlan:
     command = (*_tandem("gateway"), "--model", plan.model, "--http", plan.http, "--grpc", plan.grpc)
     command += ("--redis-url", plan.redis_url, "--ready-file", ready_file)
+    command += ("--max-queue", str(plan.max_queue_s))
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return ChildPlan("gateway", command, tuple(cores), 1)
 

@@ -9,25 +9,24 @@
 
 namespace {
 
-typedef uint64_t u8 __attribute__((vector_size(64)));
-typedef float v8 __attribute__((vector_size(32)));
+typedef uint64_t long8 __attribute__((vector_size(64)));
 
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15, MIX_1 = 0xBF58476D1CE4E5B9, MIX_2 = 0x94D049BB133111EB;
 
-u8 mix(u8 z) {
+long8 mix(long8 z) {
     z = (z ^ (z >> 30)) * MIX_1;
     z = (z ^ (z >> 27)) * MIX_2;
     return z ^ (z >> 31);
 }
 
 // 32 hashed bits of eight token ids as floats.
-v8 bits_of(uint64_t key, u8 ids) { return __builtin_convertvector(mix(key + ids * GOLDEN) >> 32, v8); }
+v8 bits_of(uint64_t key, long8 ids) { return __builtin_convertvector(mix(key + ids * GOLDEN) >> 32, v8); }
 
 // Cephes' logf; x positive and normal.
 v16 log_lanes(v16 x) {
-    i16 bits = reinterpret_cast<i16>(x);
-    i16 exponent = ((bits >> 23) & 0xff) - 126;
-    v16 m = reinterpret_cast<v16>((bits & 0x007fffff) | 0x3f000000);  // in [0.5, 1)
+    const i16 pattern = bits(x);
+    i16 exponent = ((pattern >> 23) & 0xff) - 126;
+    v16 m = floats((pattern & 0x007fffff) | 0x3f000000);  // in [0.5, 1)
     i16 is_low = m < splat(0.70710678118654752440f);
     exponent += is_low;
     m = m + select(is_low, m, splat(0.0f)) - splat(1.0f);
@@ -41,7 +40,7 @@ v16 log_lanes(v16 x) {
     p = p * m + splat(2.0000714765e-1f);
     p = p * m - splat(2.4999993993e-1f);
     p = p * m + splat(3.3333331174e-1f);
-    v16 e = __builtin_convertvector(exponent, v16);
+    v16 e = converted(exponent);
     v16 y = p * m * z + e * splat(-2.12194440e-4f) - splat(0.5f) * z;
     return m + y + e * splat(0.693359375f);
 }
@@ -56,12 +55,9 @@ v16 log_complement(v16 v) {
 }
 
 v16 noise(uint64_t key, uint64_t first) {
-    const u8 step{0, 1, 2, 3, 4, 5, 6, 7};
+    const long8 step{0, 1, 2, 3, 4, 5, 6, 7};
     const v8 low = bits_of(key, first + step), high = bits_of(key, first + 8 + step);
-    v16 bits;
-    memcpy(&bits, &low, sizeof low);
-    memcpy(reinterpret_cast<char *>(&bits) + sizeof low, &high, sizeof high);
-    v16 complement = (bits + splat(0.5f)) * splat(0x1p-32f);
+    v16 complement = (join(low, high) + splat(0.5f)) * splat(0x1p-32f);
     const v16 largest = splat(1.0f - 0x1p-24f);
     complement = select(complement > largest, largest, complement);
     return -log_lanes(-log_complement(complement));
@@ -75,13 +71,15 @@ int64_t row_argmax(const float *scaled, uint64_t key, int64_t n) {
         if (at + LANES <= n) {
             value = load(scaled + at);
         } else {
-            value = splat(-INFINITY);
-            memcpy(&value, scaled + at, (n - at) * sizeof(float));
+            float rest[LANES];
+            store(rest, splat(-INFINITY));
+            memcpy(rest, scaled + at, (n - at) * sizeof(float));
+            value = load(rest);
         }
         value += noise(key, at);
         i16 is_better = value > best;
         best = select(is_better, value, best);
-        best_at = (is_better & static_cast<int32_t>(at / LANES)) | (~is_better & best_at);
+        best_at = select(is_better, splat(static_cast<int32_t>(at / LANES)), best_at);
     }
     int64_t winner = 0;
     for (int lane = 0; lane < LANES; lane++) {

@@ -35,6 +35,18 @@ class RopeShape(Structure):
     )
 
 
+class Matrix(Structure):
+    """Mirrors the struct of that name in matrix.h. Whoever makes it keeps the memory that it points to."""
+
+    _fields_ = (
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("N", c_int64),
+        ("K", c_int64),
+        ("kind", c_int64),
+    )
+
+
 class AttentionShape(Structure):
     """Mirrors `Shape` in attention.cpp."""
 
@@ -55,12 +67,13 @@ _P, _N, _F = c_void_p, c_int64, c_float
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pack": (_P, _P, _N, _N),
     "gumbel_argmax": (_P, _P, _P, _N, _N),
-    "linear": (_P, _P, _P, _P, _N, _N, _N),
     "add_rms_norm": (_P, _P, _P, _P, _N, _N, _F),
     "silu_mul": (_P, _P, _N, _N),
     "rope_and_cache": (_P, _P, _P, _P, _P, _P, _F, _P, _P, _P, POINTER(RopeShape)),
     "attention": (_P, _P, _P, _P, _P, _P, _P, POINTER(AttentionShape)),
 }
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
+"""`MatrixKind` in matrix.h."""
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -85,7 +98,19 @@ def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
     """An exported function for an element type, with its signature declared. Only where native() is not None."""
     library = native()
     assert library is not None, "the native library is not available"
-    found = library[f"{name}_{SUFFIXES[dtype]}"]
-    found.argtypes = _SIGNATURES[name]
+    return declared(library[f"{name}_{SUFFIXES[dtype]}"], _SIGNATURES[name])
+
+
+@cache
+def multiply() -> Callable[..., None]:
+    """`linear` of linear.cpp: matrix, x [M, K] and y [M, N] float32, M."""
+    library = native()
+    assert library is not None, "the native library is not available"
+    return declared(library.linear, (POINTER(Matrix), _P, _P, _N))
+
+
+def declared(found: Any, signature: tuple[Any, ...]) -> Callable[..., None]:
+    found.argtypes = signature
     found.restype = None
-    return found
+    declared: Callable[..., None] = found
+    return declared

@@ -1,13 +1,14 @@
-// float32 matrix product over weights packed once. Knows nothing of torch.
-//
-//     packed [N/16][K][16]      sixteen outputs' weights for one k lie together; N padded with zeros
-//
-// Every output is one chain of fused multiply-adds over k = 0, 1, ..., K-1 in one register lane, whatever the number
-// of rows: a row's result is the same to the bit in any batch.
+// float32 and bfloat16 weights: see matrix.h.
 
 #include <algorithm>
+#include <vector>
 
+#include "matrix.h"
 #include "vector.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -16,90 +17,228 @@ constexpr int MAX_ROWS = 12;      // times WIDE panels of accumulators, of 32 re
 constexpr int NARROW_ROWS = 6;    // up to so many rows, NARROW panels at once: more streams from memory
 constexpr int WIDE = 2, NARROW = 4;
 #else
-constexpr int MAX_ROWS = 3;
+constexpr int MAX_ROWS = 6;       // of 16 registers
 constexpr int NARROW_ROWS = 1;
-constexpr int WIDE = 2, NARROW = 4;
+constexpr int WIDE = 1, NARROW = 4;
 #endif
 constexpr int64_t AHEAD = 64;            // lines to ask for ahead of a stream from memory
 constexpr int64_t ROWS_BYTES = 1 << 20;  // rows of x worked on together stay in the second-level cache
 
-struct Product {
-    const float *x;       // [M, K]
-    const float *packed;  // [N/16][K][16]
-    const float *bias;    // [N] or null
-    float *y;             // [M, N]
-    int64_t K, N;
+// How weights of one kind are read: a *unit* is what lies together for one or two k of a panel. `Input` is x as the
+// unit's product takes it.
+struct Float32 {
+    using Input = float;
+    using Weight = float;
+    static constexpr int64_t DEPTH = 1;  // k of a unit
+    struct Unit {
+        v16 weights;
+    };
+    INLINE Unit read(const float *at) { return {load(at)}; }
+    INLINE v16 add(v16 acc, const Unit &unit, const float *x) { return acc + splat(*x) * unit.weights; }
 };
 
+#ifdef __AVX512BF16__
+
+struct Bfloat16 {
+    using Input = uint32_t;  // a pair of x in bf16
+    using Weight = bfloat;
+    static constexpr int64_t DEPTH = 2;
+    struct Unit {
+        __m512bh weights;
+    };
+    INLINE Unit read(const bfloat *at) { return {(__m512bh)_mm512_loadu_si512(at)}; }
+    INLINE v16 add(v16 acc, const Unit &unit, const uint32_t *x) {
+        return (v16)_mm512_dpbf16_ps((__m512)acc, unit.weights, (__m512bh)_mm512_set1_epi32(*x));
+    }
+};
+
+#else
+
+struct Pair {
+    float first, second;
+};
+
+struct Bfloat16 {
+    using Input = Pair;  // x stays as it is: nothing is lost to rounding
+    using Weight = bfloat;
+    static constexpr int64_t DEPTH = 2;
+    struct Unit {
+        v16 first, second;
+    };
+    INLINE Unit read(const bfloat *at) {
+        const i16 pairs = bits(load(reinterpret_cast<const float *>(at)));
+        return {floats(pairs << 16), floats(pairs & static_cast<int32_t>(0xffff0000))};
+    }
+    INLINE v16 add(v16 acc, const Unit &unit, const Pair *x) {
+        acc += splat(x->first) * unit.first;
+        return acc + splat(x->second) * unit.second;
+    }
+};
+
+#endif
+
+template <typename Kind>
+struct Product {
+    const typename Kind::Input *x;        // [M, depth]
+    const typename Kind::Weight *packed;  // [N/16][depth] units of 16 * DEPTH weights
+    const float *bias;                    // [N] or null
+    float *y;                             // [M, N]
+    int64_t depth, N;
+};
+
+INLINE void write(float *out, v16 acc, const float *bias, int64_t width) {
+    if (width == LANES) {
+        store(out, bias ? acc + load(bias) : acc);
+        return;
+    }
+    float all[LANES];
+    store(all, acc);
+    for (int64_t lane = 0; lane < width; lane++) out[lane] = bias ? all[lane] + bias[lane] : all[lane];
+}
+
 // FIRST: the first rows to read these weights ask for them ahead.
-template <int ROWS, int PANELS, bool FIRST>
-void tile(const Product &p, int64_t row, int64_t panel) {
-    const float *x = p.x + row * p.K;
-    const float *w = p.packed + panel * p.K * LANES;
-    const int64_t panel_size = p.K * LANES;
-    v16 acc[ROWS][PANELS] = {};
-    for (int64_t k = 0; k < p.K; k++) {
-        v16 weights[PANELS];
+template <typename Kind, int ROWS, int PANELS, bool FIRST>
+void tile(const Product<Kind> &p, int64_t row, int64_t panel) {
+    constexpr int64_t UNIT = LANES * Kind::DEPTH;
+    const auto *x = p.x + row * p.depth;
+    const int64_t panel_size = p.depth * UNIT;
+    const auto *w = p.packed + panel * panel_size;
+    v16 acc[ROWS][PANELS];
+    for (int i = 0; i < ROWS; i++)
+        for (int j = 0; j < PANELS; j++) acc[i][j] = splat(0.0f);
+    for (int64_t k = 0; k < p.depth; k++) {
+        typename Kind::Unit units[PANELS];
         for (int j = 0; j < PANELS; j++) {
-            weights[j] = load(w + j * panel_size + k * LANES);
-            if (FIRST) __builtin_prefetch(w + j * panel_size + (k + AHEAD) * LANES);
+            units[j] = Kind::read(w + j * panel_size + k * UNIT);
+            if (FIRST) __builtin_prefetch(w + j * panel_size + (k + AHEAD) * UNIT);
         }
-        for (int i = 0; i < ROWS; i++) {
-            v16 value = splat(x[i * p.K + k]);
-            for (int j = 0; j < PANELS; j++) acc[i][j] += value * weights[j];
-        }
+        for (int i = 0; i < ROWS; i++)
+            for (int j = 0; j < PANELS; j++) acc[i][j] = Kind::add(acc[i][j], units[j], x + i * p.depth + k);
     }
     for (int j = 0; j < PANELS; j++) {
         const int64_t column = (panel + j) * LANES;
         const int64_t width = std::min<int64_t>(LANES, p.N - column);
-        for (int i = 0; i < ROWS; i++) {
-            float *out = p.y + (row + i) * p.N + column;
-            if (width == LANES) {
-                store(out, p.bias ? acc[i][j] + load(p.bias + column) : acc[i][j]);
-            } else {
-                for (int64_t lane = 0; lane < width; lane++)
-                    out[lane] = p.bias ? acc[i][j][lane] + p.bias[column + lane] : acc[i][j][lane];
-            }
-        }
+        for (int i = 0; i < ROWS; i++)
+            write(p.y + (row + i) * p.N + column, acc[i][j], p.bias ? p.bias + column : nullptr, width);
     }
 }
 
 // `rows` is at most ROWS: finds the instance for exactly that many.
-template <int ROWS, int PANELS, bool FIRST>
-void tile_of(const Product &p, int64_t rows, int64_t row, int64_t panel) {
+template <typename Kind, int ROWS, int PANELS, bool FIRST>
+void tile_of(const Product<Kind> &p, int64_t rows, int64_t row, int64_t panel) {
     if constexpr (ROWS > 1) {
-        if (rows < ROWS) return tile_of<ROWS - 1, PANELS, FIRST>(p, rows, row, panel);
+        if (rows < ROWS) return tile_of<Kind, ROWS - 1, PANELS, FIRST>(p, rows, row, panel);
     }
-    tile<ROWS, PANELS, FIRST>(p, row, panel);
+    tile<Kind, ROWS, PANELS, FIRST>(p, row, panel);
 }
 
-template <int ROWS, int PANELS>
-void rows_by_panels(const Product &p, int64_t first, int64_t end, int64_t panel, int64_t num_panels) {
+template <typename Kind, int ROWS, int PANELS>
+void rows_by_panels(const Product<Kind> &p, int64_t first, int64_t end, int64_t panel, int64_t num_panels) {
     if (num_panels != PANELS) {
-        for (int64_t j = 0; j < num_panels; j++) rows_by_panels<ROWS, 1>(p, first, end, panel + j, 1);
+        for (int64_t j = 0; j < num_panels; j++) rows_by_panels<Kind, ROWS, 1>(p, first, end, panel + j, 1);
         return;
     }
-    tile_of<ROWS, PANELS, true>(p, std::min<int64_t>(ROWS, end - first), first, panel);
+    tile_of<Kind, ROWS, PANELS, true>(p, std::min<int64_t>(ROWS, end - first), first, panel);
     for (int64_t row = first + ROWS; row < end; row += ROWS)
-        tile_of<ROWS, PANELS, false>(p, std::min<int64_t>(ROWS, end - row), row, panel);
+        tile_of<Kind, ROWS, PANELS, false>(p, std::min<int64_t>(ROWS, end - row), row, panel);
 }
 
-template <int ROWS, int PANELS>
-void multiply(const Product &p, int64_t M) {
+template <typename Kind, int ROWS, int PANELS>
+void by_panels(const Product<Kind> &p, int64_t M) {
     const int64_t num_panels = (p.N + LANES - 1) / LANES;
     const int64_t num_groups = (num_panels + PANELS - 1) / PANELS;
-    const int64_t rows = std::max<int64_t>(ROWS, ROWS_BYTES / (4 * p.K) / ROWS * ROWS);
+    const int64_t row_bytes = p.depth * static_cast<int64_t>(sizeof(typename Kind::Input));
+    const int64_t rows = std::max<int64_t>(ROWS, ROWS_BYTES / row_bytes / ROWS * ROWS);
     for (int64_t first = 0; first < M; first += rows) {
         const int64_t end = std::min(M, first + rows);
 #pragma omp parallel for schedule(static)
         for (int64_t group = 0; group < num_groups; group++) {
             const int64_t panel = group * PANELS;
-            rows_by_panels<ROWS, PANELS>(p, first, end, panel, std::min<int64_t>(PANELS, num_panels - panel));
+            const int64_t count = std::min<int64_t>(PANELS, num_panels - panel);
+            rows_by_panels<Kind, ROWS, PANELS>(p, first, end, panel, count);
         }
     }
 }
 
+template <typename Kind>
+void multiply_kind(const Matrix &matrix, const typename Kind::Input *x, float *y, int64_t M) {
+    const auto *packed = static_cast<const typename Kind::Weight *>(matrix.packed);
+    const Product<Kind> product{x, packed, matrix.bias, y, matrix.K / Kind::DEPTH, matrix.N};
+    if (M <= NARROW_ROWS)
+        by_panels<Kind, NARROW_ROWS, NARROW>(product, M);
+    else
+        by_panels<Kind, MAX_ROWS, WIDE>(product, M);
+}
+
+#ifdef __AVX512BF16__
+
+void multiply_bf16(const Matrix &matrix, const float *x, float *y, int64_t M) {
+    static thread_local std::vector<uint32_t> pairs;
+    pairs.resize(M * matrix.K / 2);
+    bfloat *narrow = reinterpret_cast<bfloat *>(pairs.data());
+    const int64_t size = M * matrix.K;
+    int64_t n = 0;
+    for (; n + LANES <= size; n += LANES) store(narrow + n, load(x + n));
+    for (; n < size; n++) from_float(narrow + n, x[n]);
+    multiply_kind<Bfloat16>(matrix, pairs.data(), y, M);
+}
+
+#else
+
+constexpr int64_t WIDEN_ROWS = 8;  // from so many rows on it pays to widen a panel's weights once
+
+// One panel of weights as floats [K][16], for all rows.
+void widened_panel(const Matrix &matrix, const float *x, float *y, int64_t M, int64_t panel) {
+    static thread_local std::vector<float> wide;
+    wide.resize(matrix.K * LANES);
+    const bfloat *packed = static_cast<const bfloat *>(matrix.packed) + panel * matrix.K * LANES;
+    for (int64_t k = 0; k < matrix.K; k += 2) {
+        const Bfloat16::Unit unit = Bfloat16::read(packed + k * LANES);
+        store(wide.data() + k * LANES, unit.first);
+        store(wide.data() + (k + 1) * LANES, unit.second);
+    }
+    const int64_t column = panel * LANES;
+    const float *bias = matrix.bias ? matrix.bias + column : nullptr;
+    constexpr int ROWS = MAX_ROWS;
+    float *out = y + column;
+    const int64_t width = std::min<int64_t>(LANES, matrix.N - column);
+    for (int64_t row = 0; row < M; row += ROWS) {
+        const int64_t rows = std::min<int64_t>(ROWS, M - row);
+        float part[ROWS * LANES];
+        const Product<Float32> p{x, wide.data(), nullptr, part - row * LANES, matrix.K, LANES};
+        tile_of<Float32, ROWS, 1, false>(p, rows, row, 0);
+        for (int64_t i = 0; i < rows; i++) write(out + (row + i) * matrix.N, load(part + i * LANES), bias, width);
+    }
+}
+
+void multiply_bf16(const Matrix &matrix, const float *x, float *y, int64_t M) {
+    if (M < WIDEN_ROWS) return multiply_kind<Bfloat16>(matrix, reinterpret_cast<const Pair *>(x), y, M);
+    const int64_t num_panels = (matrix.N + LANES - 1) / LANES;
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < num_panels; panel++) widened_panel(matrix, x, y, M, panel);
+}
+
+#endif
+
 }  // namespace
+
+void multiply(const Matrix &matrix, const float *x, float *y, int64_t M) {
+    if (matrix.kind == F32)
+        multiply_kind<Float32>(matrix, x, y, M);
+    else
+        multiply_bf16(matrix, x, y, M);
+}
+
+void read_row(const Matrix &matrix, int64_t row, float *out) {
+    const int64_t at = row / LANES * matrix.K * LANES, lane = row % LANES;
+    if (matrix.kind == F32) {
+        const float *packed = static_cast<const float *>(matrix.packed) + at;
+        for (int64_t k = 0; k < matrix.K; k++) out[k] = packed[k * LANES + lane];
+    } else {
+        const bfloat *packed = static_cast<const bfloat *>(matrix.packed) + at;
+        for (int64_t k = 0; k < matrix.K; k++) out[k] = to_float(packed[k / 2 * 2 * LANES + lane * 2 + k % 2]);
+    }
+}
 
 // weight [N, K] -> packed [ceil(N/16)][K][16], zeros past N.
 extern "C" void pack_f32(const float *weight, float *packed, int64_t N, int64_t K) {
@@ -107,21 +246,21 @@ extern "C" void pack_f32(const float *weight, float *packed, int64_t N, int64_t 
     for (int64_t row = 0; row < N; row += LANES) {
         float *panel = packed + row * K;
         const int64_t rows = std::min<int64_t>(LANES, N - row);
-        for (int64_t k = 0; k < K; k += LANES) {
-            const int64_t width = std::min<int64_t>(LANES, K - k);
-            v16 lanes[LANES] = {};
-            for (int64_t i = 0; i < rows; i++) memcpy(lanes + i, weight + (row + i) * K + k, width * sizeof(float));
-            transpose16(lanes);
-            for (int64_t i = 0; i < width; i++) store(panel + (k + i) * LANES, lanes[i]);
-        }
+        for (int64_t k = 0; k < K; k++)
+            for (int64_t i = 0; i < LANES; i++) panel[k * LANES + i] = i < rows ? weight[(row + i) * K + k] : 0.0f;
     }
 }
 
-extern "C" void linear_f32(const float *x, const float *packed, const float *bias, float *y, int64_t M, int64_t K,
-                           int64_t N) {
-    const Product product{x, packed, bias, y, K, N};
-    if (M <= NARROW_ROWS)
-        multiply<NARROW_ROWS, NARROW>(product, M);
-    else
-        multiply<MAX_ROWS, WIDE>(product, M);
+// weight [N, K], K even -> packed [ceil(N/16)][K/2][16][2], zeros past N.
+extern "C" void pack_bf16(const bfloat *weight, bfloat *packed, int64_t N, int64_t K) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < N; row += LANES) {
+        bfloat *panel = packed + row * K;
+        const int64_t rows = std::min<int64_t>(LANES, N - row);
+        for (int64_t k = 0; k < K; k++)
+            for (int64_t i = 0; i < LANES; i++)
+                panel[k / 2 * 2 * LANES + i * 2 + k % 2] = i < rows ? weight[(row + i) * K + k] : bfloat{0};
+    }
 }
+
+extern "C" void linear(const Matrix *matrix, const float *x, float *y, int64_t M) { multiply(*matrix, x, y, M); }

@@ -22,9 +22,10 @@ from hypothesis.stateful import (
 from core.errors import Busy, Cancelled, TandemError, TransferFailed, Unavailable, WorkerLost
 from core.sampling import SamplingParams
 from core.worker import Role
+from gateway.generation import GenerationRequest
 from kv_transfer.faults import Faults, Stage
 from tests.chaos.virtual_cluster import VOCAB, VirtualCluster, expected_tokens
-from tests.chaos.virtual_time import VirtualTimeLoop
+from tests.chaos.virtual_time import VirtualTimeLoop, run_virtually
 
 SETTLE_S = 200.0
 EXPLAINED = (Busy, Cancelled, TransferFailed, Unavailable, WorkerLost)
@@ -39,6 +40,10 @@ FAULTS = st.sampled_from(
         Faults(fails_at=Stage.SEND, every=3),
         Faults(fails_at=Stage.SEAL, every=3),
         Faults(delay_s=0.2),
+        Faults(reorders=True),
+        Faults(duplicates=True, every=3),
+        Faults(drops_run=True, every=3),
+        Faults(seal_first=True, every=3),
     ]
 )
 TOTALS: Counter[str] = Counter()
@@ -57,9 +62,8 @@ class ClusterUnderHarm(RuleBasedStateMachine):
     )
     def start(self, world: int, first: Faults, second: Faults, num_blocks: int) -> None:
         async def enter() -> VirtualCluster:
-            cluster = VirtualCluster(world, num_blocks=num_blocks)
-            cluster.faults = {"prefill-0": first, "prefill-1": second}
-            return await cluster.__aenter__()
+            faults = {"prefill-0": first, "prefill-1": second}
+            return await VirtualCluster(world, num_blocks=num_blocks, faults=faults).__aenter__()
 
         self.capacity = num_blocks * 16
         self.cluster: VirtualCluster = self.runner.run(enter())
@@ -190,6 +194,31 @@ def run(num_steps: int) -> None:
     finally:
         logging.disable(logging.NOTSET)
     assert min(TOTALS["right"], TOTALS["crash"], TOTALS["client left"], TOTALS["pause"]) > 10, TOTALS
+
+
+@pytest.mark.parametrize(
+    ("faults", "most_attempts"),
+    [
+        (Faults(reorders=True), 1),
+        (Faults(duplicates=True, every=2), 2),
+        (Faults(drops_run=True, every=2), 2),
+        (Faults(seal_first=True, every=2), 2),
+    ],
+)
+def test_blocks_in_disorder_cost_at_most_another_attempt(faults: Faults, most_attempts: int) -> None:
+    async def main() -> None:
+        async with VirtualCluster(1, num_prefill=1, num_decode=1, faults={"prefill-0": faults}) as cluster:
+            for number in range(6):
+                prompt, params = [number] * (10 + 25 * number), SamplingParams(8, 0.0)
+                generation = cluster.orchestrator.begin(GenerationRequest(tuple(prompt), params, (), 60.0))
+                tokens = [token.token_id async for token in generation.tokens()]
+                assert tokens == expected_tokens(prompt, params)
+                assert generation.report.num_attempts <= most_attempts
+                num_attempts.append(generation.report.num_attempts)
+
+    num_attempts: list[int] = []
+    run_virtually(main())
+    assert max(num_attempts) == most_attempts
 
 
 @pytest.mark.timeout(600)

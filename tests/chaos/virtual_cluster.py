@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,10 +148,18 @@ class VirtualWorker:
 class VirtualCluster:
     """`async with` it on a virtual loop; then ask `orchestrator`, and do harm."""
 
-    def __init__(self, seed: int, num_prefill: int = 2, num_decode: int = 2, num_blocks: int = 40) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_prefill: int = 2,
+        num_decode: int = 2,
+        num_blocks: int = 40,
+        faults: Mapping[str, Faults] | None = None,
+    ) -> None:
+        """`faults` befall the transfers of the prefill workers of these names."""
         self.random = random.Random(seed)
         self.workers: dict[str, VirtualWorker] = {}
-        self.faults: dict[str, Faults] = {}
+        self.faults = dict(faults or {})
         self.num_messages = 0
         self._num_blocks = num_blocks
         self._counts = {Role.PREFILL: num_prefill, Role.DECODE: num_decode}

@@ -10,8 +10,13 @@ from core.clock import VirtualClock
 from core.handoff import Handoff, HandoffState, can_follow
 from core.tombstones import Tombstones
 
-LIVE = [HandoffState.GRANTED, HandoffState.RECEIVING, HandoffState.SEALED, HandoffState.DECODING]
-FORWARD = {*itertools.pairwise([*LIVE, HandoffState.FINISHED]), (HandoffState.GRANTED, HandoffState.SEALED)}
+LIVE = [state for state in HandoffState if state not in ("finished", "aborted", "failed")]
+SHORTCUTS = {
+    (HandoffState.PENDING, HandoffState.DECODING),
+    (HandoffState.GRANTED, HandoffState.SEALED),
+    (HandoffState.SEALED, HandoffState.FINISHED),
+}
+FORWARD = {*itertools.pairwise([*LIVE, HandoffState.FINISHED]), *SHORTCUTS}
 
 
 @pytest.mark.parametrize(("state", "following"), list(itertools.product(HandoffState, HandoffState)))
@@ -23,10 +28,17 @@ def test_a_handoff_goes_forward_or_ends_and_nothing_follows_an_end(state, follow
 
 def test_an_illegal_step_is_refused_with_both_states_named():
     handoff = Handoff()
-    handoff.advance(HandoffState.SEALED)
-    with pytest.raises(AssertionError, match="sealed cannot become finished"):
+    handoff.advance(HandoffState.GRANTED)
+    with pytest.raises(AssertionError, match="granted cannot become finished"):
         handoff.advance(HandoffState.FINISHED)
-    assert handoff.state is HandoffState.SEALED
+    assert handoff.state is HandoffState.GRANTED
+
+
+def test_an_end_is_final_and_may_be_told_again():
+    handoff = Handoff()
+    handoff.end(HandoffState.ABORTED)
+    handoff.end(HandoffState.FAILED)
+    assert handoff.state is HandoffState.ABORTED
 
 
 @given(

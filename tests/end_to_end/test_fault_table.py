@@ -2,15 +2,18 @@
 come back."""
 
 import asyncio
+import json
 import random
 import signal
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from redis.asyncio import Redis
 from safetensors.torch import load_file, save_file
 
+from cluster.session import SILENCE_S
 from core.worker import Role
 from engine.testing import make_tiny_model
 from tandem.testing import LocalCluster
@@ -25,6 +28,35 @@ async def start_streams(client, prompts, num_tokens, pause_s=0.5):
     ]
     await asyncio.sleep(pause_s)
     return streams
+
+
+async def epoch_of(cluster, name):
+    return next(w["record"]["epoch"] for w in await cluster.workers() if w["record"]["worker_id"] == name)
+
+
+async def metric(cluster, name):
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"{cluster.http}/metrics")).text
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+
+async def pause_beyond_the_lease(cluster, name, meanwhile):
+    """Stop a worker for longer than its sessions may be silent; what `meanwhile` gave. It comes back as another
+    incarnation, with its sessions open."""
+    names = {w["record"]["worker_id"] for w in await cluster.workers()}
+    epoch = await epoch_of(cluster, name)
+    process = cluster.processes[name]
+    process.signal_all(signal.SIGSTOP)
+    results, _ = await asyncio.gather(meanwhile, asyncio.sleep(SILENCE_S + 1))
+    process.signal_all(signal.SIGCONT)
+    async with asyncio.timeout(10):
+        while name not in {w["record"]["worker_id"] for w in await cluster.workers()} or (
+            await epoch_of(cluster, name) == epoch
+        ):
+            await asyncio.sleep(0.05)
+    await cluster.wait_workers(sorted(names))
+    assert "fenced" in process.tail(20_000)
+    return results
 
 
 async def test_gateway_dies_its_handoffs_are_aborted_on_both_tiers_and_another_takes_over(
@@ -53,14 +85,15 @@ async def test_decode_worker_paused_beyond_its_lease_is_replaced_and_its_late_to
     ):
         await cluster.wait_workers(["prefill-0", "decode-0", "decode-1"])
         streams = await start_streams(client, PROMPTS, 800)
-        cluster.processes["decode-0"].signal_all(signal.SIGSTOP)
-        answers = await asyncio.gather(*streams)
-        cluster.processes["decode-0"].signal_all(signal.SIGCONT)
+        answers = await pause_beyond_the_lease(cluster, "decode-0", asyncio.gather(*streams))
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             assert answer.token_ids == oracle(prompt, max_tokens=800)
         assert any("worker_lost" in answer.last.timing.causes for answer in answers)
-        await cluster.wait_workers(["prefill-0", "decode-0", "decode-1"])
         await cluster.wait_idle()
+        again = await asyncio.gather(*(client.generate(prompt, 8, ignore_eos=True) for prompt in PROMPTS))
+        assert {answer.last.timing.decode_worker_id for answer in again} == {"decode-0", "decode-1"}
+        assert {answer.last.timing.num_attempts for answer in again} == {1}
+        assert [answer.token_ids for answer in again] == [oracle(prompt, max_tokens=8) for prompt in PROMPTS]
 
 
 async def test_prefill_worker_paused_beyond_its_lease_costs_a_retry_only(start_cluster, connect, oracle):
@@ -68,24 +101,30 @@ async def test_prefill_worker_paused_beyond_its_lease_costs_a_retry_only(start_c
         await cluster.wait_workers(["prefill-0", "prefill-1", "decode-0"])
         prompts = [prompt * 20 for prompt in PROMPTS]
         streams = await start_streams(client, prompts, 4, pause_s=0.1)
-        cluster.processes["prefill-0"].signal_all(signal.SIGSTOP)
-        answers = await asyncio.gather(*streams)
-        cluster.processes["prefill-0"].signal_all(signal.SIGCONT)
+        answers = await pause_beyond_the_lease(cluster, "prefill-0", asyncio.gather(*streams))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.token_ids == oracle(prompt, max_tokens=4)
-        await cluster.wait_workers(["prefill-0", "prefill-1", "decode-0"])
         await cluster.wait_idle()
+        again = await asyncio.gather(*(client.generate(prompt, 8, ignore_eos=True) for prompt in PROMPTS))
+        assert {answer.last.timing.prefill_worker_id for answer in again} == {"prefill-0", "prefill-1"}
+        assert {answer.last.timing.num_attempts for answer in again} == {1}
 
 
-async def test_decode_worker_dies_before_the_seal(start_cluster, connect, oracle):
-    async with start_cluster(num_decode=2) as cluster, connect(cluster) as client:
+async def test_decode_worker_dies_before_the_seal_and_the_leased_blocks_go_to_another(
+    start_cluster, connect, oracle
+):
+    slow = {"TANDEM_FAULTS": json.dumps({"delay_s": 0.4})}
+    async with start_cluster(num_decode=2, environment=slow) as cluster, connect(cluster) as client:
         await cluster.wait_workers(["prefill-0", "decode-0", "decode-1"])
-        prompts = [[index, *PROMPTS[0] * 20][:1100] for index in range(4)]
-        streams = await start_streams(client, prompts, 6, pause_s=0.15)
+        prompts = [[index, *PROMPTS[0] * 4][:200] for index in range(4)]
+        streams = await start_streams(client, prompts, 6, pause_s=0.6)
         await cluster.processes["decode-0"].kill()
         answers = await asyncio.gather(*streams)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.token_ids == oracle(prompt, max_tokens=6)
+        num_retried = sum(answer.last.timing.num_attempts > 1 for answer in answers)
+        assert num_retried > 0
+        assert await metric(cluster, "tandem_resends_total") == num_retried
         await cluster.wait_idle()
 
 

@@ -173,3 +173,36 @@ def test_the_torch_bodies_pass_the_same_tests():
         timeout=170,
     )
     assert done.returncode == 0, done.stdout[-5000:]
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_the_pass_in_one_call_is_that_of_single_operations(directory, dtype):
+    """The latter stores more of what passes between them in bfloat16."""
+    whole, single = Runner(directory, dtype), Runner(directory, dtype)
+    if whole.model._native is None:
+        pytest.skip("no native pass on this machine")
+    single.model._native = None
+    tokens = [7, 3, 250, 11, 9] * 9
+    for start, end in ((0, 20), (20, 44), (44, 45)):
+        logits = [
+            runner(runner.entry("a", tokens[start:end], start), runner.entry("b", tokens[: end - start], 0))
+            for runner in (whole, single)
+        ]
+        tolerance = 1e-4 if dtype is DType.FLOAT32 else 0.1
+        torch.testing.assert_close(*logits, rtol=tolerance, atol=tolerance)
+    cached = (whole.pool.data[whole.blocks["a"][:2]], single.pool.data[single.blocks["a"][:2]])
+    torch.testing.assert_close(*(part.float() for part in cached), rtol=0.05, atol=0.05)
+
+
+def test_bfloat16_is_the_same_to_the_bit_in_any_batch_where_the_pass_is_native(directory):
+    runner = Runner(directory, DType.BFLOAT16)
+    if runner.model._native is None:
+        pytest.skip("no native pass on this machine")
+    tokens = [7, 3, 250, 11, 9] * 9
+    alone = runner(runner.entry("alone", tokens, 0))
+    others = [runner.entry(f"other {i}", tokens[i : i + 1 + 7 * i], 0) for i in range(1, 5)]
+    together = runner(*others, runner.entry("together", tokens, 0))
+    assert torch.equal(together[-1], alone[0])
+    for start in range(0, len(tokens), 13):
+        chunk = runner(runner.entry("chunks", tokens[start : start + 13], start))
+    assert torch.equal(chunk[0], alone[0])

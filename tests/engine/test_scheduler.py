@@ -13,7 +13,7 @@ from core.sampling import SamplingParams
 from engine.block_pool import BlockPool, BlockState
 from engine.engine import Engine
 from engine.hash_runner import HashRunner, expected_outputs
-from engine.scheduler import Progress, Sampled, Scheduler, SchedulerLimits, Work
+from engine.scheduler import MAX_PREEMPTIONS, Progress, Sampled, Scheduler, SchedulerLimits, Work
 from engine.sequence import FinishReason, Sequence
 
 BLOCK = 16
@@ -62,6 +62,9 @@ class Rig:
         held = [block for sequence in scheduler.running for block in sequence.block_ids]
         assert len(set(held)) == self.pool.counts[BlockState.OWNED]
         assert all(not sequence.block_ids and not sequence.num_computed for sequence in scheduler.waiting)
+        for sequences in (scheduler.waiting, scheduler.running):
+            assert [s.arrival for s in sequences] == sorted(s.arrival for s in sequences)
+            assert all(s.num_forced <= min(s.num_preemptions, MAX_PREEMPTIONS) for s in sequences)
 
     def run(self, max_steps: int = 2000) -> None:
         for _ in range(max_steps):
@@ -264,6 +267,101 @@ def test_a_preempted_sequence_without_credit_blocks_nobody_behind_it():
     assert len(outputs(slow)) == 2
 
 
+def test_preempted_ones_wait_in_order_of_arrival():
+    rig = Rig(num_blocks=12, token_budget=256)
+    slow, other = make_sequence([1] * 60, credit=2), make_sequence([2] * 60, max_tokens=110)
+    newest = make_sequence([3] * 50, max_tokens=60)
+    rig.submit(slow, other, newest)
+    while not newest.num_preemptions:
+        rig.step()
+    assert rig.scheduler.waiting == [slow, newest]
+    slow.credit = 100
+    rig.run()
+    assert list(rig.finished) == [sequence.id for sequence in (slow, other, newest)]
+
+
+def preempted_often(prompt: Seq[int], max_tokens: int) -> Sequence:
+    sequence = make_sequence(prompt, max_tokens)
+    sequence.num_forced = sequence.num_preemptions = MAX_PREEMPTIONS
+    return sequence
+
+
+def test_one_at_the_bound_waits_for_all_that_older_ones_may_become_and_newer_ones_pass_it():
+    rig = Rig(num_blocks=12)
+    older, bound = make_sequence([1] * 20, max_tokens=100), preempted_often([2] * 20, max_tokens=80)
+    newer, also_bound = make_sequence([3] * 20, max_tokens=28), preempted_often([4], max_tokens=4)
+    rig.submit(older, bound, newer, also_bound)
+    rig.step()
+    rig.step()
+    assert rig.scheduler.running == [older, newer], "8 + 7 blocks are more than 12, and one more waits behind"
+    while older.id not in rig.finished:
+        assert bound in rig.scheduler.waiting
+        rig.step()
+    rig.run()
+    assert (older.num_preemptions, bound.num_preemptions) == (0, MAX_PREEMPTIONS)
+    assert all(outputs(sequence) == alone(sequence) for sequence in (older, bound, newer, also_bound))
+
+
+def test_one_at_the_bound_is_not_preempted_for_older_ones_but_newer_ones_are():
+    rig = Rig(num_blocks=12)
+    older, bound = make_sequence([1] * 20, max_tokens=60), preempted_often([2] * 20, max_tokens=90)
+    newer = [make_sequence([number] * 30, max_tokens=60) for number in (3, 4)]
+    rig.submit(older, bound, *newer)
+    rig.run()
+    assert (older.num_preemptions, bound.num_preemptions) == (0, MAX_PREEMPTIONS)
+    assert sum(sequence.num_preemptions for sequence in newer) > 0
+    assert all(outputs(sequence) == alone(sequence) for sequence in (older, bound, *newer))
+
+
+def test_without_a_newer_one_the_shielded_wait_in_their_places_for_blocks_in_flight():
+    rig = Rig(num_blocks=12)
+    older, bound = make_sequence([1] * 20, max_tokens=60), preempted_often([2] * 20, max_tokens=60)
+    rig.submit(older, bound)
+    rig.step()
+    in_flight = rig.pool.allocate(rig.pool.num_available, BlockState.IN_FLIGHT)
+    for _ in range(40):
+        rig.step()
+    assert rig.scheduler.running == [older, bound]
+    assert [len(sequence.tokens) for sequence in (older, bound)] == [33, 33]
+    rig.pool.release(in_flight, BlockState.IN_FLIGHT)
+    rig.run()
+    assert (older.num_preemptions, bound.num_preemptions) == (0, MAX_PREEMPTIONS)
+    assert all(outputs(sequence) == alone(sequence) for sequence in (older, bound))
+
+
+def test_one_without_credit_makes_way_for_one_at_the_bound_and_that_is_not_counted():
+    rig = Rig(num_blocks=12)
+    slow, bound = make_sequence([1] * 20, max_tokens=100, credit=2), preempted_often([2] * 20, max_tokens=80)
+    rig.submit(slow)
+    rig.run()
+    rig.submit(bound)
+    rig.step()
+    assert rig.scheduler.running == [bound]
+    assert (slow.num_preemptions, slow.num_forced) == (1, 0)
+    slow.credit += 100
+    rig.step()
+    assert rig.scheduler.running == [bound], "what both may become does not fit"
+    rig.run()
+    assert all(outputs(sequence) == alone(sequence) for sequence in (slow, bound))
+    assert bound.num_preemptions == MAX_PREEMPTIONS
+
+
+def test_one_that_was_preempted_comes_back_when_the_others_can_still_grow():
+    rig = Rig(num_blocks=12)
+    first = make_sequence([1] * 40, max_tokens=100)
+    back, fresh = make_sequence([2] * 140, max_tokens=4), make_sequence([3] * 140, max_tokens=4)
+    back.num_preemptions = 1
+    rig.submit(first)
+    rig.step()
+    rig.submit(back)
+    rig.step()
+    assert rig.scheduler.running == [first]
+    rig.scheduler.finish(back)
+    rig.submit(fresh)
+    rig.step()
+    assert rig.scheduler.running == [first, fresh], "a new one need not leave a block for the first"
+
+
 def test_a_waiting_prompt_goes_in_as_soon_as_its_blocks_are_free():
     rig = Rig(num_blocks=8)
     first, big, small = make_sequence([1] * 50, max_tokens=4), make_sequence([2] * 100), make_sequence([3])
@@ -436,4 +534,4 @@ def test_whatever_arrives_leaves_or_stalls_each_gets_its_own_tokens(actions, num
         whole, made = alone(sequence), outputs(sequence)
         assert made == (whole[: len(made)] if sequence.id in crowd.aborted else whole)
         assert (sequence.id in crowd.rig.finished) != (sequence.id in crowd.aborted)
-        assert sequence.num_preemptions <= 2 * len(crowd.sequences)
+        assert sequence.num_forced <= MAX_PREEMPTIONS

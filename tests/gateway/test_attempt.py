@@ -51,6 +51,7 @@ class Run:
         self.id = convert.handoff_id_to_proto(attempt.id)
         self.live = live
         self.tokens: list[OutputToken] = []
+        self.attempt = attempt
         self._rig = rig
         self._new = asyncio.Event()
         self._task = asyncio.create_task(self._iterate(attempt))
@@ -71,6 +72,8 @@ class Run:
         """What ended it; both workers and all counters are back to nothing."""
         async with asyncio.timeout(LIMIT_S):
             (result,) = await asyncio.gather(self._task, return_exceptions=True)
+        if self.attempt.lease is not None:
+            self.attempt.lease.give_back("nobody takes it over")
         self._rig.assert_clean()
         assert result is None or isinstance(result, TandemError), repr(result)
         return result
@@ -84,8 +87,9 @@ class Run:
         finish = convert.FINISH_REASONS[reason]
         return types.FirstToken(position=position, token_id=token_id, finish_reason=finish)
 
-    def emit_started(self) -> None:
-        self._rig.prefill[0].emit(started=pb.PrefillStarted(handoff_id=self.id, num_cached_tokens=16))
+    def emit_started(self, num_output_ids: int = 0) -> None:
+        started = pb.PrefillStarted(handoff_id=self.id, num_cached_tokens=16, num_output_ids=num_output_ids)
+        self._rig.prefill[0].emit(started=started)
 
     def emit_first(self, *tokens: types.FirstToken) -> None:
         first = pb.PrefillFirstToken(handoff_id=self.id, first_tokens=tokens or [self.first()])
@@ -341,7 +345,7 @@ async def test_a_continuation_begins_after_what_is_committed(rig):
     start = await rig.prefill[0].take("start")
     assert list(start.output_ids) == [1, 2, 3]
     assert rig.fleet.link(rig.prefill[0].record).num_pending_tokens == 43
-    run.emit_started()
+    run.emit_started(num_output_ids=3)
     assert list((await rig.decode[0].take("reserve")).output_ids) == [1, 2, 3]
     run.emit_granted()
     run.emit_first(run.first(9, position=3))

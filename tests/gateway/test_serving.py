@@ -53,13 +53,18 @@ class Served:
         await asyncio.gather(*waiting, return_exceptions=True)
         return done.pop().result()
 
-    async def to_decode(self, first: str) -> Worker:
+    @property
+    def num_resends(self) -> float:
+        return self.metrics.resends.collect()[0].samples[0].value
+
+    async def to_decode(self, first: str, decode: Worker | None = None) -> Worker:
         """Up to the verified seal; the decode worker."""
         start = await self.start()
         self.handoff_id = start.handoff_id
         prefill = next(w for w in self.rig.prefill if w.record.worker_id == start.worker.worker_id)
-        prefill.emit(started=pb.PrefillStarted(handoff_id=start.handoff_id))
-        decode = self.rig.decode[0]
+        num_output_ids = len(start.output_ids)
+        prefill.emit(started=pb.PrefillStarted(handoff_id=start.handoff_id, num_output_ids=num_output_ids))
+        decode = decode or self.rig.decode[0]
         await decode.take("reserve")
         decode.emit(granted=pb.DecodeGranted(grant=types.Grant(handoff_id=start.handoff_id)))
         await prefill.take("grant")
@@ -148,7 +153,7 @@ async def test_a_stream_goes_on_where_it_was_after_its_decode_worker_was_lost(se
     second, again = served.rig.decode[1], await served.start()
     assert bytes(again.output_ids) == b"abc"
     prefill = next(w for w in served.rig.prefill if w.record.worker_id == again.worker.worker_id)
-    prefill.emit(started=pb.PrefillStarted(handoff_id=again.handoff_id))
+    prefill.emit(started=pb.PrefillStarted(handoff_id=again.handoff_id, num_output_ids=3))
     await second.take("reserve")
     second.emit(granted=pb.DecodeGranted(grant=types.Grant(handoff_id=again.handoff_id)))
     token = types.FirstToken(token_id=ord("d"), position=3)
@@ -163,16 +168,75 @@ async def test_a_stream_goes_on_where_it_was_after_its_decode_worker_was_lost(se
 async def test_the_retry_budget_ends(served):
     generation = await served.serving.prepare(ASK)
     chunks = collect(generation)
-    for _ in range(MAX_ATTEMPTS):
-        start = await served.start()
-        prefill = next(w for w in served.rig.prefill if w.record.worker_id == start.worker.worker_id)
+    prefill, other = served.rig.prefill
+    assert MAX_ATTEMPTS == 3
+    for worker, takes_over in ((prefill, 0), (prefill, 1), (other, 0)):
+        start = await worker.take("start")
+        assert start.takes_over == takes_over
         error = convert.error_to_proto(TransferFailed("digest"))
-        prefill.emit(failed=pb.Failed(handoff_id=start.handoff_id, error=error))
-        await prefill.take("abort")
+        worker.emit(failed=pb.Failed(handoff_id=start.handoff_id, error=error))
+        if takes_over or worker is other:
+            await worker.take("abort")
     with pytest.raises(TransferFailed):
         await chunks
     assert served.outcomes() == {"transfer_failed": 1}
     assert not served.serving.orchestrator.live
+
+
+async def test_blocks_of_a_prompt_whose_decode_worker_died_are_sent_to_another(served):
+    """Nothing is computed again, and the first token that the client has is not repeated."""
+    generation = await served.serving.prepare(ASK)
+    chunks = collect(generation)
+    start = await served.start()
+    prefill = next(w for w in served.rig.prefill if w.record.worker_id == start.worker.worker_id)
+    first, second = served.rig.decode
+    prefill.emit(started=pb.PrefillStarted(handoff_id=start.handoff_id))
+    await first.take("reserve")
+    first.emit(granted=pb.DecodeGranted(grant=types.Grant(handoff_id=start.handoff_id)))
+    await prefill.take("grant")
+    token = types.FirstToken(token_id=ord("a"), position=0)
+    prefill.emit(first_token=pb.PrefillFirstToken(handoff_id=start.handoff_id, first_tokens=[token]))
+    await asyncio.sleep(0.01)
+    served.rig.fleet._registered.discard(first.record.key)
+    first.hang_up()
+    again = await prefill.take("start")
+    assert (again.takes_over, bytes(again.output_ids)) == (1, b"a")
+    prefill.emit(started=pb.PrefillStarted(handoff_id=again.handoff_id, num_output_ids=0))
+    prefill.emit(first_token=pb.PrefillFirstToken(handoff_id=again.handoff_id, first_tokens=[token]))
+    assert list((await second.take("reserve")).output_ids) == []
+    second.emit(granted=pb.DecodeGranted(grant=types.Grant(handoff_id=again.handoff_id)))
+    await prefill.take("grant")
+    second.emit(seal_verified=pb.DecodeSealVerified(handoff_id=again.handoff_id, first_tokens=[token]))
+    await prefill.take("release")
+    served.handoff_id, served.position = again.handoff_id, 0
+    served.emit(second, "bc", "length")
+    assert "".join(part.text for part in await chunks) == "abc"
+    assert generation.timing.num_attempts == 2
+    assert served.num_resends == 1
+
+
+async def test_a_client_that_leaves_between_two_attempts_gives_the_blocks_back(served):
+    generation = await served.serving.prepare(ASK)
+    chunks = collect(generation)
+    start = await served.start()
+    prefill = next(w for w in served.rig.prefill if w.record.worker_id == start.worker.worker_id)
+    error = convert.error_to_proto(TransferFailed("digest"))
+    prefill.emit(failed=pb.Failed(handoff_id=start.handoff_id, error=error))
+    await asyncio.sleep(0.02)
+    chunks.cancel()
+    await asyncio.gather(chunks, return_exceptions=True)
+    assert (await prefill.take("abort")).handoff_id == start.handoff_id
+
+
+async def test_a_request_that_ran_on_two_workers_as_they_died_is_not_tried_a_third_time(served):
+    chunks = collect(await served.serving.prepare(ASK))
+    for worker in served.rig.decode:
+        await served.to_decode("a" if worker is served.rig.decode[0] else "b", worker)
+        await asyncio.sleep(0.01)
+        served.rig.fleet._registered.discard(worker.record.key)
+        worker.hang_up()
+    with pytest.raises(WorkerLost):
+        await chunks
 
 
 async def test_an_error_that_no_retry_mends_ends_at_once(served):

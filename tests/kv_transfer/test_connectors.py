@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from core.errors import Cancelled, StaleEpoch, TandemError, TransferFailed
-from core.grant import Grant
-from core.ids import BlockHash, BlockId, Epoch
+from core.grant import Grant, GrantSigner
+from core.ids import BlockHash, BlockId, Epoch, new_epoch
 from kv_transfer.base import Run
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -263,3 +263,24 @@ async def test_cancel_may_come_before_the_grant_or_twice(decode: Decode) -> None
     unopened = decode.grant([1])
     assert await decode.receivers.cancel(unopened.handoff_id)
     assert await decode.receivers.cancel(unopened.handoff_id)
+
+
+async def test_a_receiver_with_a_new_epoch_is_greeted_again_and_old_grants_are_stale(
+    decode: Decode, prefill: Prefill
+) -> None:
+    old = decode.grant([1, 2])
+    await hand_off(prefill, old, [[run(0, 0, 2)]])
+    await decode.receivers.wait_sealed(old.handoff_id, TIMEOUT_S)
+    stale = decode.grant([3])
+    await decode.receivers.cancel(stale.handoff_id)
+    decode.identity, decode.signer = replace(decode.identity, epoch=new_epoch()), GrantSigner()
+    decode.receivers.renew(decode.identity, decode.signer.verify)
+    fresh = decode.grant([1, 2, 3])
+    await prefill.open(fresh)
+    await prefill.send(fresh.handoff_id, [run(10, 0, 1)])
+    with pytest.raises(StaleEpoch):
+        await prefill.open(stale)
+    await prefill.send(fresh.handoff_id, [run(11, 1, 2)])
+    await prefill.seal(prefill.seal_of(fresh))
+    await decode.receivers.wait_sealed(fresh.handoff_id, TIMEOUT_S)
+    assert_received(decode, prefill, fresh, [run(10, 0, 3)])

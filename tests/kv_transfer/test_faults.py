@@ -1,5 +1,6 @@
 """A sender that fails on purpose: the seal catches corruption on every connector, and a new attempt succeeds."""
 
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -37,9 +38,12 @@ class Prefill:
         return self.senders[-1]
 
     async def hand_off(self, senders: Any, grant: Grant) -> None:
+        """The blocks from the fourth on, in two chunks where there are several."""
         transfer = await senders.open(grant)
-        await transfer.send([Run(BlockId(4), 0, len(grant.block_ids))])
-        assert transfer.num_bytes_sent == len(grant.block_ids) * self.region.block_bytes
+        half, whole = len(grant.block_ids) // 2, len(grant.block_ids)
+        for first, last in ((0, half), (half, whole)):
+            if last > first:
+                await transfer.send([Run(BlockId(4 + first), first, last - first)])
         who = self.identity
         await transfer.seal(
             Seal(
@@ -52,6 +56,9 @@ class Prefill:
                 (),
             )
         )
+
+    def sent(self, grant: Grant) -> bytes:
+        return bytes(self.region.view(BlockId(4), len(grant.block_ids)))
 
     async def close(self) -> None:
         for senders in self.senders:
@@ -78,8 +85,7 @@ async def test_one_flipped_bit_is_caught_and_another_attempt_succeeds(
     again = decode.grant([1, 9, 10, 11], attempt=1)
     await faulty.hand_off(senders, again)
     await decode.receivers.wait_sealed(again.handoff_id, TIMEOUT_S)
-    sent = bytes(faulty.region.view(BlockId(4), 4))
-    assert decode.blocks()[[1, 9, 10, 11]].tobytes() == sent
+    assert decode.blocks()[[1, 9, 10, 11]].tobytes() == faulty.sent(again)
 
 
 async def test_the_source_is_left_alone(decode: Decode, faulty: Prefill) -> None:
@@ -95,6 +101,45 @@ async def test_a_lost_seal_meets_the_deadline(decode: Decode, faulty: Prefill) -
     with pytest.raises(DeadlineExceeded):
         await decode.receivers.wait_sealed(grant.handoff_id, 0.2)
     assert await decode.receivers.cancel(grant.handoff_id)
+
+
+@pytest.mark.parametrize("blocks", [[1, 9, 10, 11, 12], [3]])
+async def test_blocks_may_come_in_any_order(decode: Decode, faulty: Prefill, blocks: list[int]) -> None:
+    grant = decode.grant(blocks)
+    await faulty.hand_off(faulty.with_faults(Faults(reorders=True)), grant)
+    seal = await decode.receivers.wait_sealed(grant.handoff_id, TIMEOUT_S)
+    assert [run.position for run in seal.runs] == list(reversed(range(len(blocks))))
+    assert decode.blocks()[blocks].tobytes() == faulty.sent(grant)
+
+
+@pytest.mark.parametrize("blocks", [[1, 9, 10, 11, 12], [3]])
+@pytest.mark.parametrize(
+    "faults",
+    [Faults(duplicates=True, every=2), Faults(drops_run=True, every=2), Faults(seal_first=True, every=2)],
+)
+async def test_a_block_twice_never_or_after_the_seal_is_a_failed_transfer_and_another_attempt_succeeds(
+    decode: Decode, faulty: Prefill, faults: Faults, blocks: list[int]
+) -> None:
+    senders = faulty.with_faults(faults)
+    grant = decode.grant(blocks)
+    with contextlib.suppress(TransferFailed) if faults.seal_first else contextlib.nullcontext():
+        await faulty.hand_off(senders, grant)
+    with pytest.raises(TransferFailed, match="do not tile"):
+        await decode.receivers.wait_sealed(grant.handoff_id, TIMEOUT_S)
+    assert await decode.receivers.cancel(grant.handoff_id)
+    again = decode.grant(blocks, attempt=1)
+    await faulty.hand_off(senders, again)
+    await decode.receivers.wait_sealed(again.handoff_id, TIMEOUT_S)
+    assert decode.blocks()[blocks].tobytes() == faulty.sent(again)
+
+
+async def test_nothing_is_written_after_the_seal(decode: Decode, faulty: Prefill) -> None:
+    grant = decode.grant([1, 9, 10])
+    with pytest.raises(TransferFailed, match="already sealed"):
+        await faulty.hand_off(faulty.with_faults(Faults(seal_first=True)), grant)
+    with pytest.raises(TransferFailed):
+        await decode.receivers.wait_sealed(grant.handoff_id, TIMEOUT_S)
+    assert not decode.blocks()[10].any(), "the last block came after all"
 
 
 @pytest.mark.parametrize("stage", Stage)

@@ -226,6 +226,22 @@ async def test_a_seal_must_list_the_runs_that_arrived(worker: Decode) -> None:
         await worker.receivers.wait_sealed(grant.handoff_id, TIMEOUT_S)
 
 
+async def test_what_comes_after_the_seal_is_written_nowhere(worker: Decode) -> None:
+    grant = worker.grant("r", [1])
+    peer = await worker.connect()
+    await peer.greet()
+    await peer.open(1, grant)
+    payload = random_bytes(worker.spec.block_bytes, 1)
+    run = RunDigest(0, 1, digest(payload))
+    peer.send(Data(1, run), payload)
+    peer.send(seal_of(grant, (run,), 1))
+    peer.send(Data(1, run), b"\xff" * worker.spec.block_bytes)
+    assert await peer.is_closed_by_peer()
+    seal = await worker.receivers.wait_sealed(grant.handoff_id, TIMEOUT_S)
+    assert seal.runs == (run,)
+    assert worker.block(1) == payload
+
+
 async def test_another_protocol_is_refused_naming_both(worker: Decode) -> None:
     peer = await worker.connect()
     peer.send(Hello(PROTOCOL_VERSION + 1, peer.identity))

@@ -20,6 +20,7 @@ from engine.messages import (
     AnyEvent,
     Computed,
     First,
+    Granted,
     Release,
     Started,
     StartPrompt,
@@ -27,7 +28,7 @@ from engine.messages import (
     WorkFailed,
 )
 from engine.scheduler import Sampled, Scheduler, SchedulerLimits, Work
-from prefill_service.scheduler import PrefillTier
+from prefill_service.scheduler import MAX_UNGRANTED, PrefillTier
 
 BLOCK, CONTEXT = 16, 300
 
@@ -37,8 +38,10 @@ class Runner(HashRunner):
 
     error: Exception | None = None
     not_finite: HandoffId | None = None
+    num_computed = 0
 
     def run(self, work: Seq[Work]) -> dict[HandoffId, Sampled]:
+        self.num_computed += sum(item.num_tokens for item in work)
         sampled = super().run(work)
         if self.error is not None:
             error, self.error = self.error, None
@@ -88,13 +91,18 @@ class Rig:
         return self.pool.num_available == self.pool.num_blocks and not self.tier.num_waiting
 
 
-def id_of(number: int) -> HandoffId:
-    return HandoffId(RequestId(str(number)), 1)
+def id_of(number: int, attempt: int = 1) -> HandoffId:
+    return HandoffId(RequestId(str(number)), attempt)
 
 
 def start(number: int, prompt: Seq[int], output: Seq[int] = (), **params: object) -> StartPrompt:
     sampling = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **params})
     return StartPrompt(id_of(number), list(prompt), list(output), sampling)
+
+
+def take_over(number: int, prompt: Seq[int], output: Seq[int] = (), attempt: int = 2) -> StartPrompt:
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    return StartPrompt(id_of(number, attempt), list(prompt), list(output), params, attempt - 1)
 
 
 def test_a_prompt_is_announced_computed_in_chunks_and_ends_with_its_first_token():
@@ -258,10 +266,79 @@ def test_a_lease_survives_the_failure_of_a_later_step():
     assert rig.is_idle()
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 9])
+def test_another_attempt_takes_over_what_is_computed_at_any_stage(num_steps):
+    alone = Rig(token_budget=16)
+    alone.do(start(1, range(40)))
+    expected = next(event for event in alone.run() if isinstance(event, First))
+    rig = Rig(token_budget=16)
+    rig.do(start(1, range(40)))
+    for _ in range(num_steps):
+        rig.step()
+    events = [*rig.do(take_over(1, range(40))), *rig.run()]
+    (started,) = [event for event in events if isinstance(event, Started)]
+    (first,) = [event for event in events if isinstance(event, First)]
+    assert (started.id, started.num_tokens, len(started.block_ids)) == (id_of(1, 2), 40, 3)
+    assert (first.id, first.first_tokens) == (id_of(1, 2), expected.first_tokens)
+    assert first.chain_hash == expected.chain_hash
+    assert max(event.num_tokens for event in events if isinstance(event, Computed)) == 40
+    assert rig.runner.num_computed == 40, "no token is computed twice"
+    assert rig.do(AbortWork(id_of(1))) == [WorkAborted(id_of(1))], "the earlier one holds nothing"
+    assert not rig.is_idle()
+    rig.do(Release(id_of(1, 2)))
+    assert rig.is_idle()
+
+
+def test_what_is_taken_over_may_cover_less_than_is_committed_by_now():
+    rig = Rig()
+    rig.do(start(1, range(40)))
+    rig.run()
+    (started, _, first) = rig.do(take_over(1, range(40), [first_token_of(range(40))]))
+    assert isinstance(started, Started)
+    assert started.num_tokens == 40
+    assert isinstance(first, First)
+    assert first.first_tokens[0].position == 0
+
+
+def test_without_anything_to_take_over_the_prompt_is_computed():
+    rig = Rig()
+    rig.do(take_over(1, range(40), [5]))
+    events = rig.run()
+    (started,) = [event for event in events if isinstance(event, Started)]
+    (first,) = [event for event in events if isinstance(event, First)]
+    assert started.num_tokens == 41
+    assert first.first_tokens[0].position == 1
+
+
+def first_token_of(prompt: Seq[int]) -> int:
+    rig = Rig()
+    rig.do(start(1, prompt))
+    return next(event for event in rig.run() if isinstance(event, First)).first_tokens[0].token_id
+
+
+def test_prompts_that_nobody_grants_are_bounded_and_the_rest_waits():
+    rig = Rig(num_blocks=200, token_budget=300, max_batch=64)
+
+    def num_firsts() -> int:
+        events = [event for _ in range(3) for event in rig.step()]
+        return len([event for event in events if isinstance(event, First)])
+
+    rig.do(*(start(number, [number] * 10) for number in range(MAX_UNGRANTED + 5)))
+    assert num_firsts() == MAX_UNGRANTED
+    assert rig.tier.num_waiting == 5
+    rig.do(Granted(id_of(0)), Granted(id_of(1)), AbortWork(id_of(2)), Release(id_of(0)), Granted(id_of(0)))
+    assert num_firsts() == 3
+    rig.do(take_over(3, [3] * 10))
+    assert num_firsts() == 0
+    assert rig.tier.num_waiting == 2
+
+
 COMMANDS = st.one_of(
     st.builds(start, st.integers(0, 3), st.integers(0, 60).map(range)),
     st.builds(lambda number: Release(id_of(number)), st.integers(0, 3)),
     st.builds(lambda number: AbortWork(id_of(number)), st.integers(0, 3)),
+    st.builds(take_over, st.integers(0, 3), st.integers(1, 60).map(range), attempt=st.integers(2, 3)),
+    st.builds(lambda number, attempt: Granted(id_of(number, attempt)), st.integers(0, 3), st.integers(1, 3)),
     st.sampled_from(["step", "step", "fail", "nan"]),
 )
 
@@ -287,5 +364,6 @@ def test_any_order_of_commands_and_faults_leaves_every_block_free_in_the_end(com
     ends = [event.id for event in events if isinstance(event, First | WorkFailed)]
     assert len(ends) == len(set(ends))
     assert all(event.num_tokens > 0 for event in events if isinstance(event, Computed))
-    rig.do(*(AbortWork(id_of(number)) for number in range(4)))
+    rig.do(*(AbortWork(id_of(number, attempt)) for number in range(4) for attempt in (1, 2, 3)))
     assert rig.is_idle()
+    assert not rig.tier._ungranted

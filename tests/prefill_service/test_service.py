@@ -109,10 +109,18 @@ class Rig:
         hello = convert.hello_to_proto(RECORD)
         self.service = PrefillService(hello, self.identity, self.engine, self.senders, publisher)  # type: ignore[arg-type]
 
-    def grant(self, num_tokens: int = len(PROMPT), num_blocks: int = 4, num_cached_tokens: int = 0) -> Grant:
+    def grant(
+        self,
+        num_tokens: int = len(PROMPT),
+        num_blocks: int = 4,
+        num_cached_tokens: int = 0,
+        handoff_id: HandoffId = ID,
+    ) -> Grant:
         blocks = tuple(BlockId(block) for block in range(num_blocks))
         addresses = tuple(self.receivers.addresses)
-        grant = Grant(ID, DECODE.worker_id, DECODE.epoch, num_tokens, num_cached_tokens, blocks, addresses)
+        grant = Grant(
+            handoff_id, DECODE.worker_id, DECODE.epoch, num_tokens, num_cached_tokens, blocks, addresses
+        )
         return self.signer.sign(grant)
 
     async def is_idle(self) -> bool:
@@ -278,6 +286,47 @@ async def test_a_session_that_ends_aborts_its_own_handoffs_and_no_others(rig):
 
         await eventually(only_the_other)
     await eventually(rig.is_idle)
+
+
+@pytest.mark.parametrize("what_failed", ["transfer", "nothing"])
+async def test_another_attempt_sends_the_leased_blocks_again(rig, what_failed):
+    """To a new grant, under its own id; the earlier attempt is over and holds nothing."""
+    async with session(rig) as gateway:
+        gateway.send(**start())
+        await gateway.until("first_token")
+        if what_failed == "transfer":
+            grant = rig.grant()
+            rig.receivers.expect(grant)
+            await rig.receivers.cancel(ID)
+            gateway.send(**granted(grant))
+            await gateway.until("failed")
+        again = start(takes_over=1)["start"]
+        again.handoff_id.attempt = 2
+        gateway.send(start=again)
+        await gateway.until("started")
+        await gateway.until("first_token")
+        second = HandoffId(ID.request_id, 2)
+        grant = rig.grant(handoff_id=second)
+        rig.receivers.expect(grant)
+        gateway.send(**granted(grant))
+        await gateway.until("sealed")
+        seal = await rig.receivers.wait_sealed(second, 5)
+        assert seal.num_tokens == len(PROMPT)
+        gateway.send(**ABORT)
+        assert (await gateway.until("aborted")).handoff_id.attempt == 1
+        gateway.send(release=pb.PrefillRelease(handoff_id=again.handoff_id))
+        await eventually(rig.is_idle)
+
+
+async def test_a_handoff_that_its_gateway_forgets_ends_by_itself(rig, monkeypatch):
+    monkeypatch.setattr("cluster.handoff_host.EXPIRY_SLACK_S", 0.05)
+    async with session(rig) as gateway:
+        message = start()["start"]
+        message.deadline_s = 0.05
+        gateway.send(start=message)
+        await gateway.until("first_token")
+        assert (await gateway.until("failed")).error.code == ErrorCode.DEADLINE
+        await eventually(rig.is_idle)
 
 
 async def test_repeated_starts_and_unknown_releases_are_harmless(rig):

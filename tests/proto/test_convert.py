@@ -38,7 +38,9 @@ GRANTS = st.builds(
 PARAMS = st.builds(
     SamplingParams, UINT32, FINITE, FINITE, UINT32, UINT64, st.lists(UINT32).map(tuple), st.booleans()
 )
-LOADS = st.builds(Load, UINT32, UINT32, UINT64, UINT32, UINT32, FINITE, st.dictionaries(TEXT, UINT32), UINT64)
+LOADS = st.builds(
+    Load, UINT32, UINT32, UINT64, UINT32, UINT32, FINITE, FINITE, st.dictionaries(TEXT, UINT32), UINT64
+)
 
 
 def crossed(message: Any) -> Any:

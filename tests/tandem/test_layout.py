@@ -22,6 +22,7 @@ PLAN = ServePlan(
     block_size=16,
     max_batch=8,
     token_budget=256,
+    max_queue_s=10.0,
 )
 
 
