@@ -5,6 +5,7 @@ import asyncio
 import json
 import random
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
 
 import grpc
@@ -90,9 +91,11 @@ async def code_of(work: Awaitable[object]) -> grpc.StatusCode | None:
 async def test_a_hundred_requests_that_time_out_in_slow_transfers_leave_every_place_free(
     cluster, client, oracle
 ):
+    """Decode has 16 places; who would wait too long for one may be refused at once."""
     asked = [client.generate(new_prompt(), 8, deadline_s=1.0, ignore_eos=True) for _ in range(100)]
-    codes = await asyncio.gather(*map(code_of, asked))
-    assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    codes = Counter(await asyncio.gather(*map(code_of, asked)))
+    assert set(codes) <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert codes[grpc.StatusCode.DEADLINE_EXCEEDED] >= 16
     await cluster.wait_idle(timeout_s=3)
     await add_prefill(cluster, normal=faults())
     await remove_prefill(cluster, "prefill-0")
@@ -114,9 +117,9 @@ async def test_a_sender_killed_during_a_transfer_costs_that_one_a_retry_and_runn
     await wait_blocks(cluster, "killed", "leased", 4)
     streams += [asyncio.create_task(client.generate(p, 600, ignore_eos=True)) for p in prompts[1:]]
     async with asyncio.timeout(10):
-        while await num_live(cluster, "decode") < 8:
+        while await num_live(cluster, "decoding") < 8:
             await asyncio.sleep(0.02)
-    assert await num_live(cluster, "transfer") == 1
+    assert await num_live(cluster, "receiving") == 1
     await cluster.processes["killed"].kill()
     late, *others = [answer.last.timing for answer in await asyncio.gather(*streams)]
     assert (late.num_attempts, late.prefill_worker_id) == (2, "normal")
