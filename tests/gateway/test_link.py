@@ -46,9 +46,9 @@ class Double(SessionHost[pb.DecodeCommand, pb.DecodeEvent], session_pb2_grpc.Dec
                 for command in message.commands:
                     yield command
 
-        load = convert.load_to_proto(Load(num_blocks=64, num_free_blocks=5))
         async for batch in self.serve(pb.DecodeEvent(hello=self.hello), commands()):
-            yield pb.DecodeEvents(events=batch, load=load)
+            load = Load(num_blocks=64, num_free_blocks=5, is_draining=self.is_draining)
+            yield pb.DecodeEvents(events=batch, load=convert.load_to_proto(load))
 
     def on_command(self, command: pb.DecodeCommand, events: Any) -> None:
         self.commands.append(command)
@@ -247,3 +247,12 @@ async def test_workers_of_another_model_or_geometry_are_not_used_and_that_is_tol
     refused = [line for line in caplog.messages if "refused" in line]
     assert len(refused) == 1
     assert "block_size: 16 here, 32 there" in refused[0]
+
+
+async def test_a_worker_that_drains_is_sent_nothing_new_and_keeps_its_session():
+    async with worker("d0") as (double, record, _server), fleet_of(record) as (fleet, _, _presences):
+        await eventually(lambda: up(fleet) == ["d0"])
+        double.drain()
+        await eventually(lambda: up(fleet) == [])
+        assert fleet.draining == {"d0"}
+        assert fleet.links[0].is_up
