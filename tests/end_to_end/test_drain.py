@@ -62,8 +62,8 @@ async def wait_states(cluster: LocalCluster, **counts: int) -> None:
 async def test_a_drain_that_takes_too_long_leaves_its_streams_to_another_worker(cluster, client, oracle):
     await cluster.add_worker(Role.DECODE, "a-hasty-one", ("--drain", "0.1"))
     await cluster.wait_workers(["prefill-0", "decode-0", "decode-1", "a-hasty-one"])
-    streams = Streams(client, 3, 1900)
-    await wait_states(cluster, decoding=3)
+    streams = Streams(client, 2, 1500)
+    await wait_states(cluster, decoding=2)
     began_s = time.monotonic()
     assert await cluster.processes["a-hasty-one"].stop() == 0
     assert time.monotonic() - began_s < 10

@@ -120,14 +120,14 @@ async def want_none(redis: Redis) -> None:
     await redis.config_set("requirepass", "")
 
 
-REFUSALS = {
-    "out of memory": (fill_memory, free_memory, "OOM|maxmemory", BEYOND_LEASE_S),
-    "cannot save": (fail_to_save, save_no_more, "MISCONF|disk", 1.5),
-    "a read-only replica": (become_replica, become_primary, "read only replica", 1.5),
-}
+REFUSALS = [
+    pytest.param(fill_memory, free_memory, "OOM|maxmemory", BEYOND_LEASE_S, id="out of memory"),
+    pytest.param(fail_to_save, save_no_more, "MISCONF|disk", 1.5, id="cannot save"),
+    pytest.param(become_replica, become_primary, "read only replica", 1.5, id="a read-only replica"),
+]
 
 
-@pytest.mark.parametrize(("break_it", "mend_it", "reason", "for_s"), REFUSALS.values(), ids=REFUSALS.keys())
+@pytest.mark.parametrize(("break_it", "mend_it", "reason", "for_s"), REFUSALS)
 async def test_refused_writes_are_told_once_and_made_up_for(
     cluster, connect, redis, oracle, break_it, mend_it, reason, for_s
 ):

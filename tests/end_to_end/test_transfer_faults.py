@@ -28,7 +28,7 @@ def faults(**values: object) -> dict[str, str]:
 
 SLOW = faults(delay_s=4.0)  # before each stage of a transfer
 BEGINS_AFTER_S = 2.5
-STAGES = ("open", "send", "seal")
+STAGES = (pytest.param("open", marks=pytest.mark.soak), "send", pytest.param("seal", marks=pytest.mark.soak))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -154,21 +154,17 @@ async def test_blocks_in_flight_come_back_when_clients_leave_and_senders_die(clu
     await assert_well(cluster, oracle)
 
 
-async def test_a_transfer_that_fails_at_any_stage_is_retried_and_the_retries_are_counted(
-    cluster, client, oracle
-):
-    await add_prefill(cluster, **{f"at-{stage}": faults(fails_at=stage, every=2) for stage in STAGES})
-    for stage in sorted(STAGES):
-        before = await read_counter(cluster, "tandem_retries_total", cause="transfer_failed")
-        for prompt in (new_prompt(), new_prompt(300)):
-            answer = await client.generate(prompt, 8, ignore_eos=True)
-            assert answer.token_ids == oracle(prompt, max_tokens=8)
-            timing = answer.last.timing
-            assert (timing.num_attempts, list(timing.causes)) == (2, ["transfer_failed"]), stage
-            assert timing.prefill_worker_id == f"at-{stage}"
-        after = await read_counter(cluster, "tandem_retries_total", cause="transfer_failed")
-        assert after - before == 2
-        assert f"a fault was injected at {stage}" in cluster.processes[f"at-{stage}"].tail()
-        await cluster.wait_idle()
-        await remove_prefill(cluster, f"at-{stage}")
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_transfer_that_fails_is_made_up_for_and_the_retry_counted(cluster, client, oracle, stage):
+    await add_prefill(cluster, failing=faults(fails_at=stage, every=2))
+    before = await read_counter(cluster, "tandem_retries_total", cause="transfer_failed")
+    for prompt in (new_prompt(), new_prompt(300)):
+        answer = await client.generate(prompt, 8, ignore_eos=True)
+        assert answer.token_ids == oracle(prompt, max_tokens=8)
+        timing = answer.last.timing
+        assert (timing.num_attempts, list(timing.causes)) == (2, ["transfer_failed"])
+        assert timing.prefill_worker_id == "failing"
+    assert await read_counter(cluster, "tandem_retries_total", cause="transfer_failed") - before == 2
+    assert f"a fault was injected at {stage}" in cluster.processes["failing"].tail()
+    await remove_prefill(cluster, "failing")
     await assert_well(cluster, oracle)
