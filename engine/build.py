@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from core.clock import Clock, monotonic
 from core.kv_region import KVRegion
+from core.kv_spec import DType
 from engine.block_pool import BlockPool
-from engine.config import EngineConfig
+from engine.config import EngineConfig, WeightForm
 from engine.engine import Engine
 from engine.engine_geometry import EngineGeometry
 from engine.kv_pool import KVPool
@@ -26,7 +27,10 @@ def build_engine(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Engine:
     """Load the weights and put an engine over `region`, which the caller keeps owning."""
-    model = LlamaModel.load(geometry.path, geometry.model, config.dtype, config.device, on_progress)
+    keeps_quantized = config.weights is WeightForm.STORED and config.dtype is DType.BFLOAT16
+    model = LlamaModel.load(
+        geometry.path, geometry.model, config.dtype, config.device, on_progress, keeps_quantized
+    )
     pool = KVPool.over(region, geometry.kv_spec)
     runner = ModelRunner(model, pool, config.block_size, config.device)
     return Engine(build_scheduler(config, geometry), runner)

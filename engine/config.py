@@ -1,9 +1,18 @@
 """What an engine is told at its start. Read once, passed down, never changed."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from core.block_hash import HASH_BLOCK_TOKENS
 from core.kv_spec import DType
+
+
+class WeightForm(StrEnum):
+    """STORED: a GGUF file's 4- and 8-bit matrices stay so, where the machine has products for them and the model runs
+    in bfloat16. DENSE: every weight in the model's dtype."""
+
+    STORED = "stored"
+    DENSE = "dense"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +31,7 @@ class EngineConfig:
     max_context_len: int | None = None
     enable_prefix_cache: bool = True
     num_threads: int = 1
+    weights: WeightForm = WeightForm.STORED
 
     def __post_init__(self) -> None:
         if self.block_size <= 0 or self.block_size % HASH_BLOCK_TOKENS:

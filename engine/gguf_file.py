@@ -56,6 +56,11 @@ class GGUFFile:
                     f"{tensor.offset + tensor.num_bytes} of {size}"
                 )
 
+    def raw(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes as they are stored, a row each of its first dimension. The array owns its memory."""
+        stored = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
+        return stored.reshape(tensor.shape[0], -1).copy()
+
     def read(self, tensor: GGUFTensor) -> npt.NDArray[np.float32]:
         """The tensor's values, dequantised, in its row-major shape. The array owns its memory."""
         kind = GGMLQuantizationType(tensor.type_id)

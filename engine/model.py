@@ -4,7 +4,7 @@ tokens ─► embed ─► [ norm ─► qkv ─► rope + cache ─► attentio
                                                              rows that need logits ─► norm ─► head ─► logits
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +16,13 @@ from engine.batch import ForwardBatch
 from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.model_config import ModelConfig
 from engine.rope import cos_sin_table
-from engine.weights import EMBEDDING, FINAL_NORM, HEAD, ROPE_FACTORS, OnProgress, load_weights
+from engine.weights import EMBEDDING, FINAL_NORM, HEAD, ROPE_FACTORS, OnProgress, Weight, load_weights
 from kernels import ops
-from kernels.cpu.bodies import PackedMatrix
 from kernels.cpu.decoder import DecoderLayer, DecoderShape, NativeDecoder, can_decode
+from kernels.cpu.matrix import PackedMatrix
 from kernels.layouts import Caches, Ragged, Rope, TokenSlots
 from kernels.linear import Linear, PackedLinear, make_linear
+from kernels.quantized import QuantizedWeight, concatenated
 
 NATIVE_CACHES = (torch.float32, torch.bfloat16)
 
@@ -42,22 +43,21 @@ class _Layer:
 class LlamaModel:
     """Owns its weights. One instance may serve any number of pools of its spec, one forward at a time."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Weight], device: torch.device, dtype: torch.dtype
+    ) -> None:
         """Takes the tensors out of `weights` as it packs them."""
         self.config = config
         self.device = device
-        self._scale = config.head_dim**-0.5
-        table = cos_sin_table(config, weights.pop(ROPE_FACTORS, None)).to(device)
-        self._layers = [
-            _build_layer(config, weights, index, table, device) for index in range(config.num_layers)
-        ]
-        self._final_norm = weights.pop(FINAL_NORM).to(device)
-        embedding = weights.pop(EMBEDDING).to(device)
-        if config.tie_word_embeddings:
-            self._embedding = self._head = make_linear(embedding)
-        else:
-            self._embedding = make_linear(embedding)
-            self._head = make_linear(weights.pop(HEAD).to(device))
+        self._dtype = dtype
+        self._scale = _shape(config).scale
+        taken = _Weights(weights, device, dtype)
+        table = cos_sin_table(config, taken.pop(ROPE_FACTORS)).to(device)
+        self._layers = [_build_layer(config, taken, index, table) for index in range(config.num_layers)]
+        self._final_norm = taken.need(FINAL_NORM)
+        self._embedding = self._head = taken.linear([EMBEDDING])
+        if not config.tie_word_embeddings:
+            self._head = taken.linear([HEAD])
         self._native = self._make_native()
 
     @classmethod
@@ -68,10 +68,13 @@ class LlamaModel:
         dtype: DType,
         device: torch.device | str = "cpu",
         on_progress: OnProgress | None = None,
+        keeps_quantized: bool = False,
     ) -> "LlamaModel":
-        """Raises ModelLoadError; never runs with weights that are not the file's."""
-        weights = load_weights(path, config, TORCH_DTYPES[dtype], on_progress)
-        return cls(config, weights, torch.device(device))
+        """Raises ModelLoadError; never runs with weights that are not the file's. `keeps_quantized`: matrices stay as
+        a GGUF file stores them, where this machine has the pass for that."""
+        can_keep = torch.device(device).type == "cpu" and can_decode(_shape(config))
+        weights = load_weights(path, config, TORCH_DTYPES[dtype], on_progress, keeps_quantized and can_keep)
+        return cls(config, weights, torch.device(device), TORCH_DTYPES[dtype])
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
@@ -85,7 +88,7 @@ class LlamaModel:
     def _forward(self, batch: ForwardBatch, slots: TokenSlots, ragged: Ragged, pool: KVPool) -> Tensor:
         """Operation by operation, wherever the tensors are."""
         eps = self.config.rms_norm_eps
-        residual = self._embedding.rows(batch.token_ids)
+        residual = self._embedding.rows(batch.token_ids).to(self._dtype)
         delta = None
         for layer, caches in zip(self._layers, _layer_caches(pool), strict=True):
             hidden = _norm(delta, residual, layer.input_norm, eps)
@@ -99,10 +102,7 @@ class LlamaModel:
 
     def _make_native(self) -> NativeDecoder | None:
         """The pass in one call, where the machine and the model's shape allow it."""
-        config = self.config
-        shape = DecoderShape(
-            config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, self._scale
-        )
+        shape = _shape(self.config)
         if not can_decode(shape):
             return None
         layers = [_native_layer(layer) for layer in self._layers]
@@ -138,33 +138,62 @@ def _layer_caches(pool: KVPool) -> Iterator[Caches]:
         yield Caches(pool.k_cache(layer), pool.v_cache(layer))
 
 
-def _build_layer(
-    config: ModelConfig, weights: dict[str, Tensor], index: int, table: Tensor, device: torch.device
-) -> _Layer:
-    prefix = f"model.layers.{index}."
+class _Weights:
+    """What is left of a model's weights; each is taken once."""
 
-    def take(name: str) -> Tensor | None:
-        value = weights.pop(prefix + name, None)
-        return None if value is None else value.to(device)
+    def __init__(self, weights: dict[str, Weight], device: torch.device, dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._device = device
+        self._dtype = dtype
 
-    def fused(*names: str) -> Linear:
-        parts = [part for name in names if (part := take(f"{name}.weight")) is not None]
-        biases = [bias for name in names if (bias := take(f"{name}.bias")) is not None]
-        return make_linear(torch.cat(parts), torch.cat(biases) if biases else None)
+    def pop(self, name: str) -> Tensor | None:
+        """One that is dense whatever form others have."""
+        value = self._weights.pop(name, None)
+        assert not isinstance(value, QuantizedWeight), name
+        return None if value is None else value.to(self._device)
 
-    def norm(name: str) -> Tensor:
-        value = take(f"{name}.weight")
-        assert value is not None, prefix + name
+    def need(self, name: str) -> Tensor:
+        value = self.pop(name)
+        assert value is not None, name
         return value
 
+    def linear(self, names: Sequence[str], biases: Sequence[str] = ()) -> Linear:
+        """One product for all of them, below one another. What is stored in different forms becomes dense."""
+        parts = [self._weights.pop(name) for name in names]
+        added = [bias for name in biases if (bias := self.pop(name)) is not None]
+        bias = torch.cat(added) if added else None
+        quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+        if len(quantized) == len(parts) and len({part.kind for part in quantized}) == 1:
+            return PackedLinear(concatenated(quantized), bias)
+        return make_linear(torch.cat([self._dense(part) for part in parts]), bias)
+
+    def _dense(self, part: Weight) -> Tensor:
+        return (part.dequantize() if isinstance(part, QuantizedWeight) else part).to(
+            self._device, self._dtype
+        )
+
+
+def _build_layer(config: ModelConfig, weights: _Weights, index: int, table: Tensor) -> _Layer:
+    prefix = f"model.layers.{index}."
+
+    def fused(*names: str) -> Linear:
+        return weights.linear(
+            [f"{prefix}{name}.weight" for name in names], [f"{prefix}{name}.bias" for name in names]
+        )
+
+    q_norm, k_norm = (weights.pop(f"{prefix}self_attn.{which}_norm.weight") for which in "qk")
     return _Layer(
-        input_norm=norm("input_layernorm"),
+        input_norm=weights.need(f"{prefix}input_layernorm.weight"),
         qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        rope=Rope(
-            table, take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight"), config.rms_norm_eps
-        ),
+        rope=Rope(table, q_norm, k_norm, config.rms_norm_eps),
         output=fused("self_attn.o_proj"),
-        mlp_norm=norm("post_attention_layernorm"),
+        mlp_norm=weights.need(f"{prefix}post_attention_layernorm.weight"),
         gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
         down=fused("mlp.down_proj"),
+    )
+
+
+def _shape(config: ModelConfig) -> DecoderShape:
+    return DecoderShape(
+        config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
     )

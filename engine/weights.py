@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from gguf.constants import GGMLQuantizationType
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from core.errors import ModelLoadError
 from engine.gguf_file import GGUFFile
 from engine.hf_config import LLAMA, weight_files
 from engine.model_shape import ModelConfig, RopeKind
+from kernels.quantized import QuantizedKind, QuantizedWeight
 
 OnProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -26,6 +28,12 @@ OnProgress = Callable[[int, int], None]
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 ROPE_FACTORS = "rope_freqs.weight"
 Shapes = dict[str, tuple[int, ...]]
+Weight = Tensor | QuantizedWeight
+_QUANTIZED = {
+    GGMLQuantizationType.Q4_0: QuantizedKind.Q4_0,
+    GGMLQuantizationType.Q4_1: QuantizedKind.Q4_1,
+    GGMLQuantizationType.Q8_0: QuantizedKind.Q8_0,
+}
 
 _GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GGUF_LAYER_NAMES = {
@@ -47,24 +55,35 @@ class _Read(NamedTuple):
     """One tensor as it lies in the files, of `num_bytes` there."""
 
     name: str
-    value: Tensor
+    value: Weight
     num_bytes: int
 
 
 def load_weights(
-    path: Path, config: ModelConfig, dtype: torch.dtype, on_progress: OnProgress | None = None
-) -> dict[str, Tensor]:
-    """Every tensor of `expected_shapes(config)`, on the host, in `dtype` (rope factors stay float32). A head beside
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    on_progress: OnProgress | None = None,
+    keeps_quantized: bool = False,
+) -> dict[str, Weight]:
+    """Every tensor of `expected_shapes(config)`, on the host, in `dtype` (rope factors stay float32); with
+    `keeps_quantized`, a GGUF file's matrices as they are stored, where there are products for that. A head beside
     tied embeddings is left out. Raises ModelLoadError naming the tensor that is missing, damaged, of another shape
     or not one of the model's."""
     shapes = expected_shapes(config)
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Weight] = {}
     total_bytes = sum(file.stat().st_size for file in ([path] if path.is_file() else weight_files(path)))
     done_bytes = 0
-    for name, value, num_bytes in _read_gguf(path, config) if path.is_file() else _read_directory(path):
+    is_file = path.is_file()
+    for name, value, num_bytes in (
+        _read_gguf(path, config, keeps_quantized) if is_file else _read_directory(path)
+    ):
         if not _is_ignored(name, config):
             _check(path, name, value, shapes)
-            weights[name] = value if name == ROPE_FACTORS else value.to(dtype)
+            if isinstance(value, QuantizedWeight) or name == ROPE_FACTORS:
+                weights[name] = value
+            else:
+                weights[name] = value.to(dtype)
         done_bytes += num_bytes
         if on_progress is not None:
             on_progress(min(done_bytes, total_bytes), total_bytes)
@@ -119,7 +138,7 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings)
 
 
-def _check(path: Path, name: str, value: Tensor, shapes: Shapes) -> None:
+def _check(path: Path, name: str, value: Weight, shapes: Shapes) -> None:
     if name not in shapes:
         raise ModelLoadError(f"{path}: tensor {name} is not one of this model's")
     if tuple(value.shape) != shapes[name]:
@@ -137,14 +156,19 @@ def _read_directory(directory: Path) -> Iterator[_Read]:
             raise ModelLoadError(f"{path}: damaged or truncated safetensors file: {error}") from error
 
 
-def _read_gguf(path: Path, config: ModelConfig) -> Iterator[_Read]:
+def _read_gguf(path: Path, config: ModelConfig, keeps_quantized: bool) -> Iterator[_Read]:
     with GGUFFile(path) as file:
         for tensor in file.tensors.values():
             name = _hf_name(tensor.name)
-            value = torch.from_numpy(file.read(tensor))
+            kind = _QUANTIZED.get(GGMLQuantizationType(tensor.type_id))
+            is_kept = keeps_quantized and kind is not None and len(tensor.shape) == 2
+            value = torch.from_numpy(file.raw(tensor) if is_kept else file.read(tensor))
             if config.architecture == LLAMA and (heads := _rotated_heads(name, config)):
                 value = _halves_from_pairs(value, heads)
-            yield _Read(name, value, tensor.num_bytes)
+            if is_kept and kind is not None:
+                yield _Read(name, QuantizedWeight(value, kind), tensor.num_bytes)
+            else:
+                yield _Read(name, value, tensor.num_bytes)
 
 
 def _hf_name(name: str) -> str:

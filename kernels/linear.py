@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu import bodies as native
+from kernels.cpu.matrix import PackedMatrix
+from kernels.quantized import QuantizedWeight
 
 ROW_TILE = 16
 
@@ -57,9 +59,9 @@ class TiledLinear(TorchLinear):
 class PackedLinear(Linear):
     """The native product on a CPU: every output one chain over k, the same in any batch."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.matrix = native.PackedMatrix(weight, bias)
+        self.matrix = PackedMatrix(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.matrix.multiply(x.float()).to(x.dtype)

@@ -62,6 +62,13 @@ def _max_queue_option(command: Callable[..., None]) -> Callable[..., None]:
 def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True),
+        click.option(
+            "--weights",
+            type=click.Choice(("stored", "dense")),
+            default="stored",
+            show_default=True,
+            help="A GGUF file's own 4 or 8 bits, or every weight in --dtype.",
+        ),
         click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block."),
         click.option("--num-blocks", default=None, type=int, help="Blocks of the KV pool [1 GiB worth]."),
         click.option("--max-batch", default=64, show_default=True, help="Sequences of one step."),
@@ -100,7 +107,7 @@ def _worker_options(command: Callable[..., None]) -> Callable[..., None]:
 def _configs(role: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """The two halves of a worker's configuration from its options. Raises ValueError."""
     from cluster.worker_server import WorkerConfig
-    from engine.config import EngineConfig
+    from engine.config import EngineConfig, WeightForm
 
     worker = WorkerConfig(
         worker_id=WorkerId(options["worker_id"] or new_worker_id(role)),
@@ -116,6 +123,7 @@ def _configs(role: str, options: dict[str, Any]) -> tuple[Any, Any]:
     engine = EngineConfig(
         model=options["model"],
         dtype=DType(options["dtype"]),
+        weights=WeightForm(options["weights"]),
         block_size=options["block_size"],
         num_blocks=options["num_blocks"],
         max_batch=options["max_batch"],

@@ -21,6 +21,7 @@ class ServePlan:
     grpc: str
     redis_url: str
     dtype: str
+    weights: str
     num_blocks: int | None
     block_size: int
     max_batch: int
@@ -68,7 +69,16 @@ def plan_gateway(plan: ServePlan, ready_file: str, cores: Sequence[int]) -> Chil
 
 def _worker_command(plan: ServePlan, role: Role, name: str, num_threads: int) -> tuple[str, ...]:
     command = (*_tandem(role.value), "--model", plan.model, "--id", name, "--connector", plan.connector)
-    command += ("--redis-url", plan.redis_url, "--dtype", plan.dtype, "--threads", str(num_threads))
+    command += (
+        "--redis-url",
+        plan.redis_url,
+        "--dtype",
+        plan.dtype,
+        "--weights",
+        plan.weights,
+        "--threads",
+        str(num_threads),
+    )
     command += ("--block-size", str(plan.block_size), "--max-batch", str(plan.max_batch))
     command += ("--token-budget", str(plan.token_budget))
     command += ("--num-blocks", str(plan.num_blocks)) if plan.num_blocks else ()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu.library import KINDS, SUFFIXES, AttentionShape, Matrix, RopeShape, function, multiply, native
+from kernels.cpu.library import SUFFIXES, AttentionShape, RopeShape, function, native
 from kernels.layouts import Caches, Ragged, Rope, TokenSlots
 
 LANES = 16
@@ -21,34 +21,6 @@ MAX_GROUP = 64
 def can_run(x: Tensor) -> bool:
     """Whether there is a native body for tensors like this one on this machine."""
     return x.device.type == "cpu" and x.dtype in SUFFIXES and native() is not None
-
-
-class PackedMatrix:
-    """A weight [N, K] in the form that native products read, and its bias; `struct` points into it. Takes float32 and
-    bfloat16, the latter with an even K."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.num_rows, self.width = weight.shape
-        self.dtype = weight.dtype
-        self._packed = torch.empty(-(-self.num_rows // LANES), self.width * LANES, dtype=weight.dtype)
-        pack = function("pack", weight.dtype)
-        pack(weight.contiguous().data_ptr(), self._packed.data_ptr(), self.num_rows, self.width)
-        self._bias = None if bias is None else bias.float().contiguous()
-        bias_at = None if self._bias is None else self._bias.data_ptr()
-        self.struct = Matrix(self._packed.data_ptr(), bias_at, self.num_rows, self.width, KINDS[weight.dtype])
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """x [M, K] float32, contiguous -> [M, N] float32."""
-        assert x.shape[1] == self.width and x.is_contiguous(), (x.shape, self.width)
-        output = torch.empty(x.shape[0], self.num_rows)
-        multiply()(byref(self.struct), x.data_ptr(), output.data_ptr(), x.shape[0])
-        return output
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight: ids [T] int64 -> [T, K]."""
-        depth = 1 if self.dtype is torch.float32 else 2
-        units = self._packed.view(len(self._packed), self.width // depth, LANES, depth)
-        return units[ids // LANES, :, ids % LANES].reshape(len(ids), self.width)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cpu.bodies import LANES, MAX_GROUP, MAX_HEAD_DIM, PackedMatrix
+from kernels.cpu.bodies import LANES, MAX_GROUP, MAX_HEAD_DIM
 from kernels.cpu.library import Matrix, declared, native
+from kernels.cpu.matrix import PackedMatrix
 from kernels.layouts import Ragged, Rope, TokenSlots
 
 

@@ -72,8 +72,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rope_and_cache": (_P, _P, _P, _P, _P, _P, _F, _P, _P, _P, POINTER(RopeShape)),
     "attention": (_P, _P, _P, _P, _P, _P, _P, POINTER(AttentionShape)),
 }
-KINDS = {torch.float32: 0, torch.bfloat16: 1}
-"""`MatrixKind` in matrix.h."""
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -101,16 +99,9 @@ def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
     return declared(library[f"{name}_{SUFFIXES[dtype]}"], _SIGNATURES[name])
 
 
-@cache
-def multiply() -> Callable[..., None]:
-    """`linear` of linear.cpp: matrix, x [M, K] and y [M, N] float32, M."""
-    library = native()
-    assert library is not None, "the native library is not available"
-    return declared(library.linear, (POINTER(Matrix), _P, _P, _N))
-
-
-def declared(found: Any, signature: tuple[Any, ...]) -> Callable[..., None]:
+def declared(found: Any, signature: tuple[Any, ...], result: Any = None) -> Callable[..., Any]:
+    """An exported function with its C signature."""
     found.argtypes = signature
-    found.restype = None
-    declared: Callable[..., None] = found
-    return declared
+    found.restype = result
+    function: Callable[..., Any] = found
+    return function

@@ -1,4 +1,4 @@
-// float32 and bfloat16 weights: see matrix.h.
+// float32 and bfloat16 weights, and the choice by kind: see matrix.h.
 
 #include <algorithm>
 #include <vector>
@@ -225,12 +225,15 @@ void multiply_bf16(const Matrix &matrix, const float *x, float *y, int64_t M) {
 void multiply(const Matrix &matrix, const float *x, float *y, int64_t M) {
     if (matrix.kind == F32)
         multiply_kind<Float32>(matrix, x, y, M);
-    else
+    else if (matrix.kind == BF16)
         multiply_bf16(matrix, x, y, M);
+    else
+        multiply_quantized(matrix, x, y, M);
 }
 
 void read_row(const Matrix &matrix, int64_t row, float *out) {
     const int64_t at = row / LANES * matrix.K * LANES, lane = row % LANES;
+    if (matrix.kind == Q4 || matrix.kind == Q8) return read_quantized_row(matrix, row, out);
     if (matrix.kind == F32) {
         const float *packed = static_cast<const float *>(matrix.packed) + at;
         for (int64_t k = 0; k < matrix.K; k++) out[k] = packed[k * LANES + lane];
@@ -261,6 +264,10 @@ extern "C" void pack_bf16(const bfloat *weight, bfloat *packed, int64_t N, int64
             for (int64_t i = 0; i < LANES; i++)
                 panel[k / 2 * 2 * LANES + i * 2 + k % 2] = i < rows ? weight[(row + i) * K + k] : bfloat{0};
     }
+}
+
+extern "C" void read_rows(const Matrix *matrix, const int64_t *rows, float *out, int64_t T) {
+    for (int64_t t = 0; t < T; t++) read_row(*matrix, rows[t], out + t * matrix->K);
 }
 
 extern "C" void linear(const Matrix *matrix, const float *x, float *y, int64_t M) { multiply(*matrix, x, y, M); }

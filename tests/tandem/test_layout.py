@@ -18,6 +18,7 @@ PLAN = ServePlan(
     grpc="127.0.0.1:0",
     redis_url="redis://x",
     dtype="float32",
+    weights="stored",
     num_blocks=None,
     block_size=16,
     max_batch=8,
