@@ -52,6 +52,10 @@ class Outbox(Generic[Item]):
             self.close()
         self._wake.set()
 
+    def wake(self) -> None:
+        """A batch at once, though there may be nothing to send: what travels with it has changed."""
+        self._wake.set()
+
     def close(self) -> None:
         """End batches() without sending what is left."""
         self.is_closed = True
@@ -94,6 +98,7 @@ class SessionHost(ABC, Generic[Command, Event]):
         self._silence_s = silence_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: set[Outbox[Event]] = set()
+        self.is_draining = False
 
     @abstractmethod
     def on_command(self, command: Command, events: Outbox[Event]) -> None:
@@ -119,6 +124,12 @@ class SessionHost(ABC, Generic[Command, Event]):
             events.close()
             self._open.discard(events)
             self.on_session_end(events)
+
+    def drain(self) -> None:
+        """Nothing new is wanted any more; the variants tell it with their load, now and later."""
+        self.is_draining = True
+        for events in self._open:
+            events.wake()
 
     def end_sessions(self) -> None:
         """Each ends as if its peer had gone."""

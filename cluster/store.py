@@ -1,8 +1,8 @@
 """The connection to Redis, treated as a hint: every call has a time limit and may come back empty-handed.
 
-A store that does not answer costs its caller at most the limit, and nothing at all while the breaker is open; the
-change between up and down is logged once each way. redis-py drops the connection of a cancelled command, so a late
-answer is never read by the next caller.
+A store that does not answer costs its caller at most the limit, and nothing at all while the breaker is open, which
+takes a few failures in a row; that it opened and that Redis answers again is logged once each. redis-py drops the
+connection of a cancelled command, so a late answer is never read by the next caller.
 """
 
 import asyncio
@@ -69,21 +69,23 @@ class Store:
     def _failed(self, error: Exception) -> None:
         FAILURES.labels(reason=type(error).__name__).inc()
         self._num_failures += 1
-        if self._num_failures >= FAILURES_TO_OPEN:
-            self._open_until_s = self._clock() + OPEN_S
+        if self._num_failures < FAILURES_TO_OPEN:
+            return
+        self._open_until_s = self._clock() + OPEN_S
         if self.is_up:
             self.is_up = False
-            logger.warning(
-                "Redis does not answer (%s): serving on the last view of the cluster", error or type(error)
-            )
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("Redis does not answer (%s): serving on the last view of the cluster", reason)
 
     def _refused(self, error: Exception) -> None:
-        """Redis is there but what stands in it is not what was expected: said once for each kind."""
+        """Redis is there but does not take this call, or what stands in it is not what was expected: said once for
+        each reason. redis-py puts the command, which differs each time, before the reason of a pipeline's error."""
         FAILURES.labels(reason=type(error).__name__).inc()
         self._answered()
-        if str(error) not in self._told and len(self._told) < MAX_TOLD:
-            self._told.add(str(error))
-            logger.error("Redis refused a call: %s", error)
+        reason = str(error).rpartition("of pipeline caused error: ")[2]
+        if reason not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(reason)
+            logger.error("Redis refused a call: %s", reason)
 
     def _answered(self) -> None:
         self._num_failures = 0

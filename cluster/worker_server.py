@@ -7,6 +7,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -60,6 +61,20 @@ Renew = Callable[[WorkerRecord], Awaitable[None]]
 """Ends all sessions and handoffs and goes on as the record's incarnation."""
 
 
+class Host(Protocol):
+    """The tier's service, as far as its frame needs it."""
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def num_handoffs(self) -> int: ...
+
+    def drain(self) -> None:
+        """Have gateways send nothing new."""
+        ...
+
+
 class WorkerServer:
     """One worker: its epoch, its address, its presence in the registry."""
 
@@ -92,13 +107,12 @@ class WorkerServer:
         record: WorkerRecord,
         services: Iterable[str],
         follow_engine: asyncio.Task[None],
-        read_load: Callable[[], Load],
-        num_handoffs: Callable[[], int],
+        host: Host,
         renew: Renew,
     ) -> int:
         """Serve until SIGTERM, SIGINT or the engine's end, drain, deregister; the exit status."""
         await self._start(services)
-        registration = Registration(self.store, record, read_load, self.publisher.republish)
+        registration = Registration(self.store, record, lambda: host.load, self.publisher.republish)
         loops: dict[str, Callable[[], Awaitable[None]]] = {
             "registration": registration.run,
             "publishing blocks": self.publisher.run,
@@ -115,9 +129,10 @@ class WorkerServer:
         for task in (*background, stopped):
             task.cancel()
         await asyncio.gather(*background, stopped, return_exceptions=True)
+        host.drain()
         await registration.leave()
         if not engine_died:
-            await self._drain(num_handoffs)
+            await self._drain(host)
         await self.publisher.withdraw()
         await self.server.stop(grace=1.0)
         await self.store.close()
@@ -148,11 +163,11 @@ class WorkerServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
 
-    async def _drain(self, num_handoffs: Callable[[], int]) -> None:
+    async def _drain(self, host: Host) -> None:
         """Let what runs finish, at most drain_s; whatever is left ends with its session."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self.config.drain_s
-        while num_handoffs() and loop.time() < until_s:  # noqa: ASYNC110 - two conditions, one at a time
+        while host.num_handoffs and loop.time() < until_s:  # noqa: ASYNC110 - two conditions, one at a time
             await asyncio.sleep(DRAIN_POLL_S)
 
 

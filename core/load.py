@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 class Load:
     """`num_free_blocks` counts blocks free or cached without a reference: what a new request can get.
     `tokens_per_s` is what it computed lately while it did compute; 0 when that is unknown. `blocks_by_state` sums
-    to `num_blocks`. `sequence` grows with each publication of one epoch."""
+    to `num_blocks`. `sequence` grows with each publication of one epoch. A worker that `is_draining` finishes what it
+    has and wants nothing new."""
 
     num_blocks: int = 0
     num_free_blocks: int = 0
@@ -18,3 +19,4 @@ class Load:
     tokens_per_s: float = 0.0
     blocks_by_state: dict[str, int] = field(default_factory=dict)
     sequence: int = 0
+    is_draining: bool = False

@@ -49,9 +49,7 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
         receivers.renew(Identity(record.worker_id, record.epoch, record.kv_spec), signer.verify)
 
     try:
-        return await server.run(
-            record, names, follow, lambda: service.load, lambda: service.num_handoffs, renew
-        )
+        return await server.run(record, names, follow, service, renew)
     finally:
         await receivers.close()
         await engine.stop()

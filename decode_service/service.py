@@ -5,6 +5,7 @@ Start here to follow a request through this tier: `on_command`, then `_on_event`
 
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from cluster.block_index import BlockPublisher
 from cluster.handoff_host import Entry, HandoffHost
@@ -50,12 +51,17 @@ class DecodeService(
         self._publisher = publisher
         self._receivers = granter.receivers
         self._block_bytes = convert.kv_spec_from_proto(hello.kv_spec).block_bytes
-        self.load = Load()
+        self._load = Load()
 
     def renew(self, hello: pb.WorkerHello, granter: Granter) -> None:
         """Go on as another incarnation, with the same engine and nothing of what was there."""
         self.fence(granter.epoch)
         self._hello, self._granter = hello, granter
+
+    @property
+    def load(self) -> Load:
+        """As the engine last told it."""
+        return replace(self._load, is_draining=self.is_draining)
 
     async def Session(
         self, requests: AsyncIterator[pb.DecodeCommands], context: object
@@ -123,7 +129,7 @@ class DecodeService(
 
     def _on_report(self, report: Report) -> None:
         if report.load is not None:
-            self.load = report.load
+            self._load = report.load
         for is_stored, block_hash in report.cache_changes:
             self._publisher.note(is_stored, block_hash)
         for event in report.events:

@@ -16,6 +16,7 @@ from core.ids import RequestId
 from gateway.router import Candidate
 
 WINDOW_S = 10.0
+MIN_SPAN_S = 1.0
 ARRIVAL_S = 1.0
 MAX_RETRY_AFTER_S = 60.0
 
@@ -32,13 +33,12 @@ class EndRate:
 
     @property
     def per_s(self) -> float:
-        """0 while nothing is known."""
+        """0 while nothing is known; the first ends after a pause say nothing yet: the others of a burst follow."""
         now_s = self._clock()
         while self._ends_s and self._ends_s[0] <= now_s - WINDOW_S:
             self._ends_s.popleft()
-        if not self._ends_s:
-            return 0.0
-        return len(self._ends_s) / max(now_s - self._ends_s[0], 1.0)
+        span_s = now_s - self._ends_s[0] if self._ends_s else 0.0
+        return len(self._ends_s) / span_s if span_s >= MIN_SPAN_S else 0.0
 
 
 class Admission:
@@ -95,8 +95,8 @@ class Admission:
         waiting_prompts: Collection[int],
         num_live: int,
     ) -> float:
-        """Until as many requests have ended as this one is beyond what the tier holds at a time. While no end was
-        seen the whole tier may be filled a second time."""
+        """Until as many requests have ended as this one is beyond what the tier holds at a time. While no rate is
+        known the whole tier may be filled a second time."""
         if not candidates:
             return 0.0
         num_places = sum(candidate.record.max_batch for candidate in candidates)

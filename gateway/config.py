@@ -6,8 +6,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """`model` is a directory, a GGUF file or `smollm2`; `model_id` is what clients write (derived from `model` unless
-    given). `http` and `grpc` are host:port, port 0 picks a free one. A request that would wait for longer than
-    `max_queue_s` seconds is refused at once."""
+    given). `http` and `grpc` are host:port, port 0 picks a free one. A client that takes nothing of its stream for
+    `stall_limit_s` loses it; a request that would wait for longer than `max_queue_s` is refused at once."""
 
     model: str = "smollm2"
     model_id: str | None = None
@@ -18,4 +18,5 @@ class GatewayConfig:
     ready_file: str | None = None
     max_body_bytes: int = 8 << 20
     request_timeout_s: float = 600.0
+    stall_limit_s: float = 60.0
     max_queue_s: float = 10.0

@@ -53,12 +53,20 @@ class Fleet:
         return self._links.get(record.key)
 
     def candidates(self, role: Role) -> list[Candidate]:
-        """The workers of a tier whose session is up."""
+        """The workers of a tier whose session is up, but for those that want nothing new."""
         return [
             Candidate(link.record, link.load, link.num_pending_tokens, link.num_open)
             for link in self._links.values()
-            if link.is_up and link.record.role is role and self._fits(link.record)
+            if link.is_up
+            and link.record.role is role
+            and not link.load.is_draining
+            and self._fits(link.record)
         ]
+
+    @property
+    def draining(self) -> set[WorkerId]:
+        """Those that still have work and want nothing new."""
+        return {link.record.worker_id for link in self._links.values() if link.load.is_draining}
 
     @property
     def fingerprint(self) -> str:

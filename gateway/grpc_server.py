@@ -1,7 +1,8 @@
 """The gRPC front: `tandem.v1.Tandem` with health and reflection. Everything beyond the protocol is in `serving`."""
 
+import asyncio
+import contextlib
 import math
-from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from core.errors import (
     TandemError,
     Unavailable,
 )
-from gateway.serving import MAX_STOP_LEN, MAX_STOP_STRINGS, Ask, Prompt, Serving, TextGeneration
+from gateway.serving import MAX_STOP_LEN, MAX_STOP_STRINGS, Ask, Prompt, Serving, TextChunk, TextGeneration
 from proto import client_pb2 as pb
 from proto import client_pb2_grpc, convert
 
@@ -28,9 +29,12 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Clients may ping once a second, calls or not: gRPC's default ends their connection, and every stream on it, at
+    # the third ping within minutes.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
+MAX_REQUEST_ID_LEN = 128
 ROLES = ("system", "user", "assistant")
 _STATUS = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -45,8 +49,9 @@ _STATUS = {
 class GrpcFront(client_pb2_grpc.TandemServicer):
     """The handlers."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, stall_limit_s: float) -> None:
         self._serving = serving
+        self._stall_limit_s = stall_limit_s
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         try:
@@ -63,28 +68,23 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
             timing=_timing(generation),
         )
 
-    async def GenerateStream(
-        self, request: pb.GenerateRequest, context: Any
-    ) -> AsyncIterator[pb.GenerateChunk]:
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> None:
         try:
             generation = await self._serving.prepare(self._ask(request), context.time_remaining())
-            chunks = generation.chunks()
-            try:
+            async with contextlib.aclosing(generation.chunks()) as chunks:
                 async for chunk in chunks:
-                    message = pb.GenerateChunk(
-                        request_id=generation.request_id,
-                        text=chunk.text,
-                        token_ids=chunk.token_ids,
-                        finish_reason=convert.FINISH_REASONS[chunk.finish_reason],
-                    )
-                    if chunk.finish_reason:
-                        message.usage.CopyFrom(_usage(generation))
-                        message.timing.CopyFrom(_timing(generation))
-                    yield message
-            finally:
-                await chunks.aclose()
+                    await self._write(context, _chunk(generation, chunk))
         except TandemError as error:
             await _abort(context, error)
+
+    async def _write(self, context: Any, message: pb.GenerateChunk) -> None:
+        """Returns when there is room for more. Raises DeadlineExceeded for a client that takes nothing: its stream
+        would be kept for as long as its connection."""
+        try:
+            async with asyncio.timeout(self._stall_limit_s):
+                await context.write(message)
+        except TimeoutError:
+            raise DeadlineExceeded(f"nothing was taken for {self._stall_limit_s:g} s") from None
 
     async def AbortRequest(self, request: pb.AbortRequestRequest, context: Any) -> pb.AbortRequestResponse:
         return pb.AbortRequestResponse(was_running=self._serving.orchestrator.abort(request.request_id))
@@ -147,11 +147,32 @@ def _check_ranges(request: pb.GenerateRequest) -> None:
             all(0 < len(stop) <= MAX_STOP_LEN for stop in request.stop),
             f"1 to {MAX_STOP_LEN} characters each",
         ),
-        ("client_request_id", len(request.client_request_id) <= 128, "at most 128 characters"),
+        (
+            "client_request_id",
+            len(request.client_request_id) <= MAX_REQUEST_ID_LEN and _is_visible(request.client_request_id),
+            f"at most {MAX_REQUEST_ID_LEN} visible ASCII characters",
+        ),
     )
     for field, is_right, rule in checks:
         if not is_right:
             raise InvalidRequest(field, f"{field} must be {rule}")
+
+
+def _is_visible(text: str) -> bool:
+    return all("!" <= character <= "~" for character in text)
+
+
+def _chunk(generation: TextGeneration, chunk: TextChunk) -> pb.GenerateChunk:
+    message = pb.GenerateChunk(
+        request_id=generation.request_id,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        finish_reason=convert.FINISH_REASONS[chunk.finish_reason],
+    )
+    if chunk.finish_reason:
+        message.usage.CopyFrom(_usage(generation))
+        message.timing.CopyFrom(_timing(generation))
+    return message
 
 
 def _usage(generation: TextGeneration) -> pb.Usage:
@@ -176,10 +197,11 @@ async def _abort(context: Any, error: TandemError) -> NoReturn:
     raise AssertionError("abort() raises")
 
 
-def create_server(serving: Serving) -> tuple[grpc.aio.Server, HealthServicer]:
-    """The server with all its services, not bound or started yet."""
+def create_server(serving: Serving, stall_limit_s: float) -> tuple[grpc.aio.Server, HealthServicer]:
+    """The server with all its services, not bound or started yet. A stream whose client takes nothing for
+    `stall_limit_s` ends."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    client_pb2_grpc.add_TandemServicer_to_server(GrpcFront(serving), server)
+    client_pb2_grpc.add_TandemServicer_to_server(GrpcFront(serving, stall_limit_s), server)
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     names = (pb.DESCRIPTOR.services_by_name["Tandem"].full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)

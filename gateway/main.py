@@ -36,7 +36,7 @@ STOP_S = 20
 
 async def serve(config: GatewayConfig) -> int:
     """Until SIGTERM or SIGINT; the exit status. Raises ModelLoadError and OSError for a wrong configuration."""
-    listener = listen(config.http)
+    listener = listen(config.http, config.stall_limit_s)
     tokenizer = TextTokenizer(await asyncio.to_thread(load_tokenizer_files, resolve_model(config.model)))
     store = Store(config.redis_url, config.cluster)
     index = BlockIndex(store)
@@ -72,7 +72,7 @@ async def _run_fronts(config: GatewayConfig, serving: Serving, listener: socket.
     http = _HttpServer(
         uvicorn.Config(front.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=STOP_S)
     )
-    rpc, healthy = grpc_server.create_server(serving)
+    rpc, healthy = grpc_server.create_server(serving, config.stall_limit_s)
     try:
         grpc_port = rpc.add_insecure_port(config.grpc)
     except RuntimeError as error:
@@ -104,14 +104,17 @@ async def _announce(
         )
 
 
-def listen(address: str) -> socket.socket:
-    """A bound TCP socket for host:port. Raises OSError naming the address."""
+def listen(address: str, stall_limit_s: float) -> socket.socket:
+    """A bound TCP socket for host:port. The kernel breaks a connection accepted from it whose peer takes nothing of
+    what is sent for `stall_limit_s`. Raises OSError naming the address."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host.strip("[]"), int(port)), family=family)
+        listener = socket.create_server((host.strip("[]"), int(port)), family=family)
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from error
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * stall_limit_s))
+    return listener
 
 
 async def _wait_for_signal() -> None:

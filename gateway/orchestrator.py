@@ -69,8 +69,10 @@ class Orchestrator:
             for live in self.live.values()
             if live.report.state is HandoffState.PENDING
         ]
+        draining = self._fleet.draining
+        num_live = sum(live.report.decode_worker_id not in draining for live in self.live.values())
         prefill = self._fleet.candidates(Role.PREFILL)
-        self.admission.check(prefill, decode, num_tokens, waiting, len(self.live))
+        self.admission.check(prefill, decode, num_tokens, waiting, num_live)
 
     def abort(self, request_id: str) -> bool:
         """End a request by its own id or its client's. False when no such request runs here."""

@@ -49,9 +49,7 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
         await service.renew(convert.hello_to_proto(record), identity, fresh).close()
 
     try:
-        return await server.run(
-            record, names, follow, lambda: service.load, lambda: service.num_handoffs, renew
-        )
+        return await server.run(record, names, follow, service, renew)
     finally:
         await service.senders.close()
         await engine.stop()

@@ -5,6 +5,7 @@ Start here to follow a request through this tier: `on_command`, then `_on_event`
 
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from cluster.block_index import BlockPublisher
 from cluster.handoff_host import Entry, HandoffHost
@@ -59,7 +60,7 @@ class PrefillService(
         self._publisher = publisher
         self._engine = engine
         self.senders = senders
-        self.load = Load()
+        self._load = Load()
 
     def renew(
         self, hello: pb.WorkerHello, identity: Identity, senders: SenderSet | FaultySender
@@ -70,6 +71,11 @@ class PrefillService(
         earlier, self.senders = self.senders, senders
         self._hello, self._identity = hello, identity
         return earlier
+
+    @property
+    def load(self) -> Load:
+        """As the engine last told it."""
+        return replace(self._load, is_draining=self.is_draining)
 
     async def Session(
         self, requests: AsyncIterator[pb.PrefillCommands], context: object
@@ -164,7 +170,7 @@ class PrefillService(
 
     def _on_report(self, report: Report) -> None:
         if report.load is not None:
-            self.load = report.load
+            self._load = report.load
         for is_stored, block_hash in report.cache_changes:
             self._publisher.note(is_stored, block_hash)
         for event in report.events:

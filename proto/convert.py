@@ -146,6 +146,7 @@ def load_to_proto(load: Load) -> pb.Load:
         sequence=load.sequence,
         blocks_by_state=load.blocks_by_state,
         tokens_per_s=load.tokens_per_s,
+        is_draining=load.is_draining,
     )
 
 
@@ -160,6 +161,7 @@ def load_from_proto(message: pb.Load) -> Load:
         blocks_by_state=dict(message.blocks_by_state),
         tokens_per_s=message.tokens_per_s,
         sequence=message.sequence,
+        is_draining=message.is_draining,
     )
 
 

@@ -113,7 +113,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_blocks", "num_free_blocks", "num_queued_tokens", "num_running", "num_waiting", "step_s", "sequence", "blocks_by_state", "tokens_per_s")
+    __slots__ = ("num_blocks", "num_free_blocks", "num_queued_tokens", "num_running", "num_waiting", "step_s", "sequence", "blocks_by_state", "tokens_per_s", "is_draining")
     class BlocksByStateEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,7 @@ class Load(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_BY_STATE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     num_free_blocks: int
     num_queued_tokens: int
@@ -139,4 +140,5 @@ class Load(_message.Message):
     sequence: int
     blocks_by_state: _containers.ScalarMap[str, int]
     tokens_per_s: float
-    def __init__(self, num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., step_s: _Optional[float] = ..., sequence: _Optional[int] = ..., blocks_by_state: _Optional[_Mapping[str, int]] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
+    is_draining: bool
+    def __init__(self, num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., step_s: _Optional[float] = ..., sequence: _Optional[int] = ..., blocks_by_state: _Optional[_Mapping[str, int]] = ..., tokens_per_s: _Optional[float] = ..., is_draining: _Optional[bool] = ...) -> None: ...

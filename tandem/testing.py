@@ -139,8 +139,12 @@ class LocalCluster:
         command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--ready-file", str(ready)]
         gateway = await self._start("gateway", command)
         if is_waiting:
-            await self._wait_ready(gateway, ready)
+            await self.wait_gateway()
         return gateway
+
+    async def wait_gateway(self) -> None:
+        """Until a gateway that was started without waiting can serve. Raises Unavailable with the logs."""
+        await self._wait_ready(Path(self._directory.name) / "ready.json")
 
     async def workers(self) -> list[dict[str, Any]]:
         """`/cluster`'s view of the workers."""
@@ -186,7 +190,7 @@ class LocalCluster:
         await process.start()
         return process
 
-    async def _wait_ready(self, gateway: ManagedProcess, ready: Path) -> None:
+    async def _wait_ready(self, ready: Path) -> None:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not await asyncio.to_thread(ready.exists):

@@ -185,3 +185,14 @@ async def test_a_loop_that_fails_is_logged_and_begun_again(caplog):
         await task
     assert runs == 3
     assert ["discovery failed" in record.message for record in caplog.records] == [True, True]
+
+
+async def test_draining_is_told_at_once_in_every_open_session():
+    host = Host()
+    batches = [host.serve("hello", messages(60.0)) for _ in range(2)]
+    assert [await anext(batch) for batch in batches] == [["hello"], ["hello"]]
+    host.drain()
+    assert [await anext(batch) for batch in batches] == [[], []]
+    assert host.is_draining
+    for batch in batches:
+        await batch.aclose()

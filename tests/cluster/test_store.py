@@ -121,3 +121,29 @@ async def test_a_cancellation_is_never_lost_in_a_call(redis, num_turns):
     _, pending = await asyncio.wait([task], timeout=1)
     assert not pending, "the cancellation was swallowed"
     assert task.cancelled()
+
+
+async def test_a_full_server_is_told_once_whatever_was_to_be_written(redis, caplog):
+    store = redis.store()
+    await store.redis.config_set("maxmemory", "1mb")
+
+    async def write(redis, number):
+        async with redis.pipeline(transaction=number % 2 == 0) as pipe:
+            pipe.sadd(f"key-{number}", f"member-{number}")
+            await pipe.execute()
+
+    for number in range(10):
+        assert await store.call(lambda redis, number=number: write(redis, number)) is None
+    assert store.is_up
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "maxmemory" in caplog.text
+
+
+async def test_one_slow_answer_is_no_sign_of_a_dead_server(redis, caplog):
+    store = redis.store()
+    await store.call(lambda redis: redis.ping())
+    redis.pause()
+    assert await store.call(lambda redis: redis.ping(), limit_s=0.02) is None
+    redis.resume()
+    assert await store.call(lambda redis: redis.ping()) is True
+    assert not caplog.records

@@ -88,8 +88,8 @@ def test_requests_beyond_the_batch_places_wait_for_as_many_ends():
 
 def test_what_other_gateways_run_counts_too():
     made, clock = admission()
-    clock.advance(1)
     made.ended()
+    clock.advance(1)
     full = [candidate("d", replace(FAST, num_running=8, num_waiting=3), max_batch=8)]
     assert not admits(made, [], full)
 
@@ -101,10 +101,21 @@ def test_while_no_end_was_seen_a_tier_may_be_filled_twice():
     assert not admits(made, [], decode, num_live=16)
 
 
+def test_the_first_ends_of_a_burst_are_no_rate_yet():
+    made, clock = admission()
+    decode = [candidate("d", FAST, max_batch=8)]
+    for _ in range(2):
+        clock.advance(0.1)
+        made.ended()
+    assert admits(made, [], decode, num_live=15)
+    clock.advance(1)
+    assert not admits(made, [], decode, num_live=15)
+
+
 def test_prompts_that_wait_for_blocks_count_as_what_they_need():
     made, clock = admission()
-    clock.advance(1)
     made.ended()
+    clock.advance(1)
     busy = [candidate("d", replace(FAST, num_free_blocks=24, num_running=4), max_batch=64)]
     assert admits(made, [], busy, waiting_prompts=[100, 100], num_live=6)
     assert not admits(made, [], busy, waiting_prompts=[300, 300, 300], num_live=7)

@@ -17,10 +17,12 @@ from cluster.registry import Registration, Registry
 from cluster.session import SessionHost
 from cluster.store import Store
 from cluster.valkey import EmbeddedValkey
+from cluster.worker_server import SERVER_OPTIONS
 from core.ids import Epoch, HandoffId, RequestId, WorkerId
 from core.kv_spec import DType, KVSpec
 from core.load import Load
 from core.worker import Role, WorkerRecord
+from gateway import grpc_server
 from gateway.fleet import Fleet
 from gateway.link import FromWorker, Inbox, LinkLost, WorkerLink
 from proto import convert, session_pb2_grpc
@@ -46,9 +48,9 @@ class Double(SessionHost[pb.DecodeCommand, pb.DecodeEvent], session_pb2_grpc.Dec
                 for command in message.commands:
                     yield command
 
-        load = convert.load_to_proto(Load(num_blocks=64, num_free_blocks=5))
         async for batch in self.serve(pb.DecodeEvent(hello=self.hello), commands()):
-            yield pb.DecodeEvents(events=batch, load=load)
+            load = Load(num_blocks=64, num_free_blocks=5, is_draining=self.is_draining)
+            yield pb.DecodeEvents(events=batch, load=convert.load_to_proto(load))
 
     def on_command(self, command: pb.DecodeCommand, events: Any) -> None:
         self.commands.append(command)
@@ -66,7 +68,7 @@ async def worker(
     name: str = "d0", port: int = 0
 ) -> AsyncIterator[tuple[Double, WorkerRecord, grpc.aio.Server]]:
     double = Double()
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     session_pb2_grpc.add_DecodeServicer_to_server(double, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     epoch = Epoch(sum(name.encode()))
@@ -247,3 +249,27 @@ async def test_workers_of_another_model_or_geometry_are_not_used_and_that_is_tol
     refused = [line for line in caplog.messages if "refused" in line]
     assert len(refused) == 1
     assert "block_size: 16 here, 32 there" in refused[0]
+
+
+async def test_a_worker_that_drains_is_sent_nothing_new_and_keeps_its_session():
+    async with worker("d0") as (double, record, _server), fleet_of(record) as (fleet, _, _presences):
+        await eventually(lambda: up(fleet) == ["d0"])
+        double.drain()
+        await eventually(lambda: up(fleet) == [])
+        assert fleet.draining == {"d0"}
+        assert fleet.links[0].is_up
+
+
+async def test_a_command_as_large_as_a_request_may_be_crosses_the_session():
+    reserve = pb.DecodeReserve(prompt_ids=[2**31] * 3_500_000)
+    assert reserve.ByteSize() > grpc_server.MAX_MESSAGE_BYTES
+    async with worker() as (double, record, _):
+        link = WorkerLink(record, "g")
+        running = asyncio.create_task(link.run())
+        await bounded(link.up.wait())
+        link.send(pb.DecodeCommand(reserve=reserve))
+        await eventually(lambda: double.commands[-1].HasField("reserve"))
+        assert len(double.commands[-1].reserve.prompt_ids) == len(reserve.prompt_ids)
+        assert link.is_up
+        running.cancel()
+        await asyncio.wait([running])
