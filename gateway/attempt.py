@@ -24,6 +24,7 @@ from core.errors import (
 from core.handoff import Handoff, HandoffState
 from core.ids import HandoffId, WorkerId
 from core.worker import WorkerRecord
+from gateway import commands
 from gateway.fleet import Fleet
 from gateway.generation import OutputToken
 from gateway.lease import Lease
@@ -178,16 +179,11 @@ class Attempt:
         self._limits.begin(Stage.QUEUE)
         self._prefill.subscribe(self.id, self._inbox)
         self._prefill.num_pending_tokens += self._num_tokens
-        start = pb.PrefillStart(
-            handoff_id=convert.handoff_id_to_proto(self.id),
-            worker=convert.identity_to_proto(*self._prefill.record.key),
-            prompt_ids=self._request.prompt_ids,
-            output_ids=self._committed,
-            sampling=convert.sampling_to_proto(self._request.params),
-            deadline_s=max(self._remaining_s, 0.0),
-            takes_over=self._taken_over.handoff_id.attempt if self._taken_over is not None else 0,
+        takes_over = self._taken_over.handoff_id.attempt if self._taken_over is not None else 0
+        start = commands.start_prefill(
+            self.id, self._prefill.record, self._request, self._committed, self._remaining_s, takes_over
         )
-        self._prefill.send(pb.PrefillCommand(start=start))
+        self._prefill.send(start)
 
     @property
     def _num_tokens(self) -> int:
@@ -208,18 +204,17 @@ class Attempt:
         self._decode = self._next_candidate()
         self._decode.subscribe(self.id, self._inbox)
         self._limits.begin(Stage.FIRST_STEP if self._is_local else Stage.GRANT)
-        reserve = pb.DecodeReserve(
-            handoff_id=convert.handoff_id_to_proto(self.id),
-            worker=convert.identity_to_proto(*self._decode.record.key),
-            prompt_ids=self._request.prompt_ids,
-            output_ids=self._covered,
-            sampling=convert.sampling_to_proto(self._request.params),
-            deadline_s=max(self._remaining_s, 0.0),
+        reserve = commands.reserve_decode(
+            self.id,
+            self._decode.record,
+            self._request,
+            self._covered,
+            self._remaining_s,
             wait_s=0.0 if self._candidates else RESERVE_WAIT_S,
             credit=CREDIT_TOKENS,
             is_local=self._is_local,
         )
-        self._decode.send(pb.DecodeCommand(reserve=reserve))
+        self._decode.send(reserve)
 
     def _next_candidate(self) -> WorkerLink:
         """The best one left that can still be reached. Raises what its absence means."""
@@ -240,7 +235,7 @@ class Attempt:
         self._limits.end(Stage.GRANT)
         self._report.decode_worker_id = self._decode.record.worker_id
         self._advance(HandoffState.GRANTED)
-        self._prefill.send(pb.PrefillCommand(grant=pb.PrefillGrant(grant=granted.grant)))
+        self._prefill.send(commands.pass_grant(granted.grant))
         self._advance(HandoffState.RECEIVING)
         return self._both_are_there() if self._first is not None else []
 
@@ -285,8 +280,7 @@ class Attempt:
             raise TransferFailed("the seal names another first token than prefill did")
         self._first = sealed
         if self._prefill is not None:
-            release = pb.PrefillRelease(handoff_id=verified.handoff_id)
-            self._prefill.send(pb.PrefillCommand(release=release))
+            self._prefill.send(commands.release_prefill(self.id))
             self._leave_prefill()
         return self._commit_first()
 
@@ -324,8 +318,7 @@ class Attempt:
         if self._credit < CREDIT_TOKENS // 2 and not token.finish_reason and self._decode is not None:
             num_tokens = CREDIT_TOKENS - self._credit
             self._credit = CREDIT_TOKENS
-            credit = pb.DecodeCredit(handoff_id=token.handoff_id, num_tokens=num_tokens)
-            self._decode.send(pb.DecodeCommand(credit=credit))
+            self._decode.send(commands.add_credit(self.id, num_tokens))
 
     def _accept(
         self, choice: int, position: int, token_id: int, logprob: float, reason: types.FinishReason
@@ -364,16 +357,13 @@ class Attempt:
         self._lifetime.end(HandoffState.ABORTED)
         self._abort_prefill(reason)
         if self._decode is not None:
-            self._decode.send(pb.DecodeCommand(abort=self._abort(reason)))
+            self._decode.send(commands.abort_decode(self.id, reason))
             self._leave_decode()
 
     def _abort_prefill(self, reason: str) -> None:
         if self._prefill is not None:
-            self._prefill.send(pb.PrefillCommand(abort=self._abort(reason)))
+            self._prefill.send(commands.abort_prefill(self.id, reason))
             self._leave_prefill()
-
-    def _abort(self, reason: str) -> pb.Abort:
-        return pb.Abort(handoff_id=convert.handoff_id_to_proto(self.id), reason=reason)
 
     def _advance(self, state: HandoffState) -> None:
         self._lifetime.advance(state)

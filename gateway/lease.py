@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from core.ids import HandoffId
 from core.worker import WorkerRecord
+from gateway import commands
 from gateway.link import WorkerLink
-from proto import convert
-from proto import session_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,5 +21,4 @@ class Lease:
         return self.link.record
 
     def give_back(self, reason: str) -> None:
-        abort = pb.Abort(handoff_id=convert.handoff_id_to_proto(self.handoff_id), reason=reason)
-        self.link.send(pb.PrefillCommand(abort=abort))
+        self.link.send(commands.abort_prefill(self.handoff_id, reason))
