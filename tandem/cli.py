@@ -237,19 +237,27 @@ def chat(grpc: str, max_tokens: int, temperature: float) -> None:
 @click.option("--model", default="smollm2", show_default=True)
 @click.option("--url", default=None, help="A running system to check [starts its own, over each connector].")
 @click.option("--connectors", default="shm,tcp,ucx", show_default=True, help="Which to start it over.")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Of those it starts."
+)
 @click.option("--short", is_flag=True, help="Six prompts instead of 26.")
 @click.option("--transformers/--no-transformers", default=True, help="Ask transformers as well.")
 @click.option("--json", "as_json", is_flag=True)
 def verify(
-    model: str, url: str | None, connectors: str, short: bool, transformers: bool, as_json: bool
+    model: str,
+    url: str | None,
+    connectors: str,
+    dtype: str,
+    short: bool,
+    transformers: bool,
+    as_json: bool,
 ) -> None:
     """Compare the tandem with one process, token for token; exit 1 unless all agree."""
     from tandem import verify as verification
 
     try:
-        sys.exit(
-            asyncio.run(verification.run(model, url, connectors.split(","), short, as_json, transformers))
-        )
+        names, own_dtype = connectors.split(","), DType(dtype)
+        sys.exit(asyncio.run(verification.run(model, url, names, short, as_json, transformers, own_dtype)))
     except TandemError as error:
         click.echo(f"tandem: {error}", err=True)
         sys.exit(1)

@@ -53,11 +53,12 @@ async def run(
     is_short: bool,
     as_json: bool,
     with_transformers: bool,
+    own_dtype: DType = DType.FLOAT32,
 ) -> int:
-    """The exit status: 0 when every token agrees."""
+    """The exit status: 0 when every token agrees. `own_dtype` is of the systems that it starts itself."""
     tokenizer = TextTokenizer(load_tokenizer_files(resolve_model(model)))
     cases = few(make_cases(tokenizer)) if is_short else make_cases(tokenizer)
-    dtype = await _dtype_of(url) if url else DType.FLOAT32
+    dtype = await _dtype_of(url) if url else own_dtype
     say = (lambda text: None) if as_json else click.echo
     say(f"{len(cases)} prompts of {public_name(model)} in {dtype.value}; one process first")
     expected = await asyncio.to_thread(_in_one_process, model, dtype, cases)
@@ -71,7 +72,7 @@ async def run(
     if url:
         verdicts.append(_show(say, await _through(await _grpc_of(url), url, cases, expected)))
     for connector in () if url else connectors:
-        async with _serving(model, connector) as addresses:
+        async with _serving(model, connector, dtype) as addresses:
             verdicts.append(_show(say, await _through(addresses["grpc"], connector, cases, expected)))
     if as_json:
         click.echo(json.dumps([asdict(verdict) for verdict in verdicts]))
@@ -149,8 +150,8 @@ async def _generate(stub: Any, case: Case) -> list[int]:
 
 
 @asynccontextmanager
-async def _serving(model: str, connector: str) -> AsyncIterator[dict[str, Any]]:
-    """A tandem of one prefill and one decode worker in float32, for as long as the block runs."""
+async def _serving(model: str, connector: str, dtype: DType) -> AsyncIterator[dict[str, Any]]:
+    """A tandem of one prefill and one decode worker, for as long as the block runs."""
     with tempfile.TemporaryDirectory(prefix="tandem-verify-") as directory:
         ready, log = Path(directory) / "ready.json", Path(directory) / "log"
         command = [
@@ -160,7 +161,7 @@ async def _serving(model: str, connector: str) -> AsyncIterator[dict[str, Any]]:
             "serve",
             model,
             "--dtype",
-            "float32",
+            dtype.value,
             "--connector",
             connector,
         ]
