@@ -143,7 +143,7 @@ class DecodeService(
                 self._granted(event, entry)
             case Token():
                 entry.events.put(_token(event))
-                if event.finish_reason:
+                if event.finish_reason and entry.ending is None:  # else its abort is answered
                     entry.handoff.finish()
                     self.forget(event.id)
             case WorkFailed():

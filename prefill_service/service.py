@@ -119,9 +119,12 @@ class PrefillService(
         if not attempt or entry is None or entry.ending is not None:
             return False
         self.forget(entry.handoff.id)
-        entry.handoff.lifetime.end(HandoffState.ABORTED)
-        self.spawn(self.stop_transfer(entry))
+        self.spawn(self._end_retired(entry))
         return True
+
+    async def _end_retired(self, entry: PrefillEntry) -> None:
+        await self.stop_transfer(entry)
+        entry.handoff.lifetime.end(HandoffState.ABORTED)
 
     def _grant(self, grant: Grant, events: Events) -> None:
         """The first grant of a handoff starts its transfer; there is no second one."""

@@ -12,6 +12,7 @@ from cluster.store import Store
 from core.clock import monotonic
 from core.errors import ErrorCode
 from core.grant import GrantSigner
+from core.handoff import HandoffState
 from core.ids import Epoch, HandoffId, RequestId, WorkerId
 from core.kv_region import KVRegion
 from core.kv_spec import DType, KVSpec
@@ -23,6 +24,7 @@ from decode_service.service import DecodeService
 from engine.block_pool import BlockPool
 from engine.engine import Engine
 from engine.hash_runner import HashRunner, expected_outputs
+from engine.messages import Report, Token
 from engine.scheduler import Scheduler, SchedulerLimits
 from kv_transfer.base import Identity
 from kv_transfer.connectors import create_receivers
@@ -160,5 +162,19 @@ async def test_commands_for_what_is_not_there_are_answered_or_harmless(rig):
     rig.send(**reserve(1, epoch=8))
     assert (await rig.take("failed")).error.code == ErrorCode.STALE
     rig.send(**abort(5))
+    assert (await rig.take("aborted")).is_quiet
+    assert rig.is_idle()
+
+
+async def test_a_last_token_that_meets_an_abort_is_no_second_end(rig):
+    rig.engine.can_step.clear()
+    rig.send(**reserve(1, is_local=True))
+    while not rig.service.num_handoffs:
+        await asyncio.sleep(0)
+    rig.send(**abort(1))
+    while rig.service.find(id_of(1)).handoff.lifetime.state is not HandoffState.ABORTED:
+        await asyncio.sleep(0)
+    rig.service._on_report(Report([Token(id_of(1), 0, 5, 1, 0.0, "length", 0.0, 0)]))
+    rig.engine.can_step.set()
     assert (await rig.take("aborted")).is_quiet
     assert rig.is_idle()
