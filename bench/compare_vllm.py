@@ -89,8 +89,9 @@ async def measure_vllm(args: argparse.Namespace) -> tuple[dict[str, Figures], li
 
 async def measure_one(column: str, server: Server, args: argparse.Namespace) -> Figures:
     async with server as url:
-        sys.stderr.write(f"{column}\n")
-        return await measure(url, args.repeats, args.seed)
+        figures = await measure(url, args.repeats, args.seed)
+        sys.stderr.write(f"{column}: { ({row: round(value, 4) for row, value in figures.items()}) }\n")
+        return figures
 
 
 async def measure_all(args: argparse.Namespace) -> tuple[dict[str, Figures], list[str]]:
