@@ -60,9 +60,10 @@ class Unavailable(TandemError):
 
 
 class StaleEpoch(TandemError):
-    """The message names an incarnation or attempt that is over."""
+    """The message names an incarnation or attempt that is over; the present one may do better."""
 
     code = ErrorCode.STALE
+    retryable = True
 
 
 class DeadlineExceeded(TandemError):

@@ -5,6 +5,7 @@ python -m prefill_service.worker --channel-fd 5 --pool-fd 6 --config '{...}'
 
 import argparse
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from engine.scheduler import Work
 
 logger = logging.getLogger(__name__)
 IDLE_CHECK_S = 1.0
+NICENESS = 5  # on full cores those who talk (services, gateway, clients) come before those who compute
 
 
 class Tier(Protocol):
@@ -116,6 +118,7 @@ def worker_main(make_tier: Callable[[Engine, EngineGeometry], Tier]) -> int:
     parser.add_argument("--config", required=True)
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICENESS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     channel = EngineChannel(socket.socket(fileno=args.channel_fd))
     config = msgspec.json.decode(args.config, type=EngineConfig)

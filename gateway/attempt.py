@@ -16,6 +16,7 @@ from core.errors import (
     Busy,
     Cancelled,
     DeadlineExceeded,
+    StaleEpoch,
     TandemError,
     TransferFailed,
     Unavailable,
@@ -92,7 +93,7 @@ class Attempt:
                 event = await self._next_event()
                 for token in self._on_event(event):
                     yield token
-        except (TransferFailed, WorkerLost) as error:
+        except (StaleEpoch, TransferFailed, WorkerLost) as error:
             self._note_failure(error)
             raise
         finally:

@@ -313,7 +313,11 @@ class LinkSender(KVSender):
         """Greet a receiver again that may have taken a new epoch since: that ends the connection of its old one. If
         it has not, the grant is stale and the connection stays as it is."""
         fresh = await self._meet(address)
-        if fresh.peer.epoch == link.peer.epoch or link.is_lost:
+        other = _result_of(self._links.get(address))
+        if other is not None and other is not link:  # another transfer was faster
+            await fresh.close()
+            return other
+        if fresh.peer.epoch == link.peer.epoch and not link.is_lost:
             await fresh.close()
             return link
         link.lose(StaleEpoch(f"{link.peer.worker_id} has taken a new epoch"))
@@ -363,13 +367,13 @@ class LinkSender(KVSender):
 
     def _drop(self, address: str) -> None:
         """The connection to that address is gone, unless another has taken its place."""
-        meeting = self._links.get(address)
-        is_alive = (
-            meeting is not None
-            and meeting.done()
-            and not meeting.cancelled()
-            and meeting.exception() is None
-            and not meeting.result().is_lost
-        )
-        if not is_alive:
+        link = _result_of(self._links.get(address))
+        if link is None or link.is_lost:
             self._links.pop(address, None)
+
+
+def _result_of(meeting: "asyncio.Future[Link] | None") -> Link | None:
+    """None while nobody has been met, or when that failed."""
+    if meeting is None or not meeting.done() or meeting.cancelled() or meeting.exception() is not None:
+        return None
+    return meeting.result()

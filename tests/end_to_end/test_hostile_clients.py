@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import grpc
@@ -51,7 +52,10 @@ async def status_of(work) -> grpc.StatusCode | None:
 async def test_streams_with_a_tenth_of_a_second_each_leave_nothing_behind(cluster, client, oracle):
     prompts = [[rng.randrange(256) for _ in range(100)] for _ in range(64)]
     hasty = [status_of(client.generate(prompt, 400, deadline_s=0.1, ignore_eos=True)) for prompt in prompts]
-    assert set(await asyncio.gather(*hasty)) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    ends = Counter(await asyncio.gather(*hasty))
+    refused = ends.pop(grpc.StatusCode.RESOURCE_EXHAUSTED, 0)  # more than the tier holds twice at a time
+    assert set(ends) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    assert refused < len(prompts) - 16
     await cluster.wait_idle(timeout_s=3)
     await assert_well(cluster, oracle)
 

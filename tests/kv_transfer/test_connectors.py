@@ -284,3 +284,17 @@ async def test_a_receiver_with_a_new_epoch_is_greeted_again_and_old_grants_are_s
     await prefill.seal(prefill.seal_of(fresh))
     await decode.receivers.wait_sealed(fresh.handoff_id, TIMEOUT_S)
     assert_received(decode, prefill, fresh, [run(10, 0, 3)])
+
+
+async def test_transfers_that_meet_a_new_epoch_at_once_share_its_connection(
+    decode: Decode, prefill: Prefill
+) -> None:
+    old = decode.grant([1])
+    await hand_off(prefill, old, [[run(0, 0, 1)]])
+    await decode.receivers.wait_sealed(old.handoff_id, TIMEOUT_S)
+    decode.identity, decode.signer = replace(decode.identity, epoch=new_epoch()), GrantSigner()
+    decode.receivers.renew(decode.identity, decode.signer.verify)
+    grants = [decode.grant([2 * index, 2 * index + 1]) for index in range(8)]
+    await asyncio.gather(*(hand_off(prefill, grant, [[run(4, 0, 2)]]) for grant in grants))
+    for grant in grants:
+        await decode.receivers.wait_sealed(grant.handoff_id, TIMEOUT_S)
