@@ -19,7 +19,7 @@ from rich.table import Table
 from bench.load import Load, Outcome, poisson
 from bench.serving import served
 
-RATES = (0.7, 0.9, 1.0, 2.0)
+BASE, OVER = 0.9, 2.0
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -60,7 +60,7 @@ async def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         filled = await load.closed(args.max_batch, args.seconds / 2)
         capacity = sum(outcome.is_whole for outcome in filled) / (args.seconds / 2)
         results = {"capacity": {"requests_per_s": capacity}}
-        for part in RATES:
+        for part in args.loads:
             sys.stderr.write(f"{part:g} of {capacity:.2f} requests a second for {args.seconds:g} s\n")
             outcomes = await load.at(list(poisson(part * capacity, args.seconds, rng)))
             results[f"{part:g}"] = summarize(outcomes, args.seconds, args)
@@ -69,14 +69,14 @@ async def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     return results
 
 
-def show(results: dict[str, dict[str, float]]) -> None:
-    base, over = results["0.9"], results["2"]
-    peak = max(results[f"{part:g}"]["goodput_per_s"] for part in RATES)
+def show(results: dict[str, dict[str, float]], loads: Sequence[float]) -> None:
+    base, over = results[f"{BASE:g}"], results[f"{OVER:g}"]
+    peak = max(results[f"{part:g}"]["goodput_per_s"] for part in loads)
     table = Table(title=f"capacity {results['capacity']['requests_per_s']:.2f} requests a second")
-    for column in ("", *(f"load {part:g}" for part in RATES), "load 2 / load 0.9"):
+    for column in ("", *(f"load {part:g}" for part in loads), "load 2 / load 0.9"):
         table.add_column(column, justify="right")
     for name in base:
-        row = [f"{results[f'{part:g}'][name]:.3g}" for part in RATES]
+        row = [f"{results[f'{part:g}'][name]:.3g}" for part in loads]
         ratio = f"{over[name] / base[name]:.2f}" if base[name] and name.endswith("_s") else ""
         table.add_row(name, *row, ratio)
     console = Console(width=120)
@@ -89,18 +89,21 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
-    parser.add_argument("--output", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=16, help="tokens of an answer")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
+    parser.add_argument(
+        "--loads", type=float, nargs="+", default=[0.7, BASE, 1.0, OVER], help=f"{BASE} and {OVER} among them"
+    )
     parser.add_argument("--max-batch", type=int, default=16)
-    parser.add_argument("--max-queue", type=float, default=0.5, help="the gateway's, seconds")
+    parser.add_argument("--max-queue", type=float, default=0.3, help="the gateway's, seconds")
     parser.add_argument("--slo-ttft", type=float, default=3.0)
     parser.add_argument("--slo-itl", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     results = asyncio.run(measure(args))
-    show(results)
+    show(results, args.loads)
     if args.json is not None:
         args.json.write_text(json.dumps({"arguments": vars(args), **results}, indent=1, default=str))
     return 0
