@@ -80,7 +80,7 @@ class Admission:
         self._arriving.pop(request_id, None)
 
     def ended(self) -> None:
-        """A request was served to its end: its place and blocks are free."""
+        """A request is over, whatever ended it: its place and blocks are free."""
         self._ends.note()
 
     def prefill_wait_s(self, candidates: Sequence[Candidate]) -> float:

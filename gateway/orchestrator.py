@@ -201,11 +201,10 @@ class Generation:
         source = self._orchestrator.attempts(self._live)
         try:
             async for token in source:
-                if token.finish_reason:
-                    self._orchestrator.admission.ended()
                 yield token
         finally:
             await source.aclose()
+            self._orchestrator.admission.ended()
             del live[self.request.request_id]
 
     @property
