@@ -105,8 +105,9 @@ async def _announce(
 
 
 def listen(address: str, stall_limit_s: float) -> socket.socket:
-    """A bound TCP socket for host:port. The kernel breaks a connection accepted from it whose peer takes nothing of
-    what is sent for `stall_limit_s`. Raises OSError naming the address."""
+    """A bound TCP socket for host:port. Of the connections accepted from it, the kernel breaks one whose peer takes
+    nothing of what is sent for `stall_limit_s`, and holds back no small piece until the one before is acknowledged
+    (asyncio sees to that only for sockets that name their protocol). Raises OSError naming the address."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -114,6 +115,7 @@ def listen(address: str, stall_limit_s: float) -> socket.socket:
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from error
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * stall_limit_s))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 

@@ -89,3 +89,13 @@ async def test_an_http_connection_that_is_not_read_is_broken(served):
         assert num_live(served.serving) == 0
     http.should_exit = True
     await running
+
+
+def test_what_is_accepted_sends_small_pieces_at_once_and_notices_who_takes_none():
+    with (
+        listen("127.0.0.1:0", STALL_S) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * STALL_S
