@@ -38,6 +38,7 @@ def poisson(rate_per_s: float, duration_s: float, rng: random.Random) -> Iterato
 
 
 TOKEN_IDS = range(1000, 40000)
+REFUSED_PAUSE_S = 0.2
 
 
 class Load:
@@ -67,13 +68,16 @@ class Load:
         return await asyncio.gather(*tasks)
 
     async def closed(self, concurrency: int, duration_s: float) -> list[Outcome]:
-        """`concurrency` requests at a time, for so long; those that began in it."""
+        """`concurrency` requests at a time, for so long; those that began in it. Who is refused waits before it asks
+        again: refusals in a row would take the cores from those who are served."""
         until_s = time.monotonic() + duration_s
         outcomes: list[Outcome] = []
 
         async def client() -> None:
             while time.monotonic() < until_s:
                 outcomes.append(await self.one())
+                if outcomes[-1].is_refused:
+                    await asyncio.sleep(REFUSED_PAUSE_S)
 
         await asyncio.gather(*(client() for _ in range(concurrency)))
         return outcomes
