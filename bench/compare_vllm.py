@@ -14,13 +14,15 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.load import TOKEN_IDS, Load, Outcome
-from bench.serving import served
-from bench.vllm_environment import Unavailable, exported, install, vllm_served
+from bench.vllm_environment import exported, install, vllm_served
+from core.errors import Unavailable
+from tandem.served import served
 
 DIRECTORY = Path(__file__).resolve().parents[1] / ".bench"
 PROMPTS = (256, 1024, 3500)
@@ -31,7 +33,7 @@ VLLM_DTYPES = ("bfloat16", "float32")
 TANDEMS = {"tandem dense": ["--weights", "dense"], "tandem stored": ["--weights", "stored"]}
 
 Figures = dict[str, float]
-Server = contextlib.AbstractAsyncContextManager[str]
+Server = contextlib.AbstractAsyncContextManager[dict[str, Any]]
 
 
 def per_token_s(outcomes: Sequence[Outcome], num_output: int) -> float:
@@ -88,9 +90,10 @@ async def measure_vllm(args: argparse.Namespace) -> tuple[dict[str, Figures], li
 
 
 async def measure_one(column: str, server: Server, args: argparse.Namespace) -> Figures:
-    async with server as url:
-        figures = await measure(url, args.repeats, args.seed)
-        sys.stderr.write(f"{column}: { ({row: round(value, 4) for row, value in figures.items()}) }\n")
+    async with server as addresses:
+        figures = await measure(addresses["http"], args.repeats, args.seed)
+        rounded = {row: round(value, 4) for row, value in figures.items()}
+        sys.stderr.write(f"{column}: {rounded}\n")
         return figures
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.library import declared, native
+from kernels.cpu.library import exported
 from kernels.cpu.matrix import PackedMatrix
 
 STREAMS = (4, 8)
@@ -51,9 +51,7 @@ def measure(matrices: Sequence[PackedMatrix], repeats: int) -> Limits:
 
 def read_rate(repeats: int) -> float:
     """Bytes a second, streamed from memory by one thread."""
-    library = native()
-    assert library is not None, "the native library is not available"
-    total = declared(library.sum_by_streams, (c_void_p, c_int64, c_int64), c_float)
+    total = exported("sum_by_streams", (c_void_p, c_int64, c_int64), c_float)
     data = torch.ones(max(1 << 28, 8 * last_cache_bytes()) // 4)
     times = [best_s(partial(total, data.data_ptr(), len(data), streams), repeats) for streams in STREAMS]
     return data.nbytes / min(times)

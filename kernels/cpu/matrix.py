@@ -1,13 +1,11 @@
 """Weights in the form that native products read. Knows nothing of models."""
 
-from collections.abc import Callable
 from ctypes import POINTER, byref, c_int64, c_void_p
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import Matrix, declared, function, native
+from kernels.cpu.library import Matrix, exported, function
 from kernels.quantized import GROUP, QuantizedKind, QuantizedWeight
 
 LANES = 16
@@ -19,6 +17,8 @@ _KINDS = {
     QuantizedKind.Q8_0: 3,
 }
 """`MatrixKind` in matrix.h."""
+
+_ON_ROWS = (POINTER(Matrix), c_void_p, c_void_p, c_int64)
 
 
 class PackedMatrix:
@@ -41,13 +41,15 @@ class PackedMatrix:
         """x [M, K] float32, contiguous -> [M, N] float32. A row's result does not depend on the others."""
         assert x.shape[1] == self.width and x.is_contiguous() and x.dtype is torch.float32, (x.shape, x.dtype)
         output = torch.empty(x.shape[0], self.num_rows)
-        _multiply()(byref(self.struct), x.data_ptr(), output.data_ptr(), x.shape[0])
+        exported("linear", _ON_ROWS)(byref(self.struct), x.data_ptr(), output.data_ptr(), x.shape[0])
         return output
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight: ids [T] int64 -> [T, K] float32."""
         output = torch.empty(len(ids), self.width)
-        _read_rows()(byref(self.struct), ids.contiguous().data_ptr(), output.data_ptr(), len(ids))
+        exported("read_rows", _ON_ROWS)(
+            byref(self.struct), ids.contiguous().data_ptr(), output.data_ptr(), len(ids)
+        )
         return output
 
 
@@ -60,29 +62,13 @@ def _packed(weight: Tensor) -> Tensor:
 
 def _packed_groups(weight: QuantizedWeight, kind: int) -> Tensor:
     num_rows, width = weight.shape
-    library = native()
-    assert library is not None, "the native library is not available"
-    group_bytes = declared(library.packed_group_bytes, (c_int64,), c_int64)(kind)
+    group_bytes = exported("packed_group_bytes", (c_int64,), c_int64)(kind)
     packed = torch.empty(-(-num_rows // LANES), width // GROUP * group_bytes, dtype=torch.uint8)
     blocks = weight.blocks.contiguous()
     arguments = (blocks.data_ptr(), packed.data_ptr(), num_rows, width)
     if weight.kind is QuantizedKind.Q8_0:
-        declared(library.pack_q8, (c_void_p, c_void_p, c_int64, c_int64))(*arguments)
+        exported("pack_q8", (c_void_p, c_void_p, c_int64, c_int64))(*arguments)
     else:
-        pack = declared(library.pack_q4, (c_void_p, c_void_p, c_int64, c_int64, c_int64))
+        pack = exported("pack_q4", (c_void_p, c_void_p, c_int64, c_int64, c_int64))
         pack(*arguments, weight.kind is QuantizedKind.Q4_1)
     return packed
-
-
-@cache
-def _multiply() -> Callable[..., None]:
-    library = native()
-    assert library is not None, "the native library is not available"
-    return declared(library.linear, (POINTER(Matrix), c_void_p, c_void_p, c_int64))
-
-
-@cache
-def _read_rows() -> Callable[..., None]:
-    library = native()
-    assert library is not None, "the native library is not available"
-    return declared(library.read_rows, (POINTER(Matrix), c_void_p, c_void_p, c_int64))

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <vector>
 
+#include "panel.h"
 #include "quantized.h"
 
 namespace {
@@ -188,13 +189,6 @@ void round_group(const float *x, Input &out) {
     }
 }
 
-INLINE void write(float *out, v16 acc, const float *bias, int64_t width) {
-    float all[LANES];
-    store(all, acc);
-    for (int64_t n = 0; bias && n < width; n++) all[n] += bias[n];
-    memcpy(out, all, width * sizeof(float));
-}
-
 template <typename Group>
 struct Product {
     const Input *x;        // [M, groups]
@@ -227,23 +221,15 @@ void tile(const Product<Group> &p, int64_t row, int64_t panel) {
         }
 }
 
-template <typename Group, int ROWS, int PANELS, bool FIRST>
-void tile_of(const Product<Group> &p, int64_t rows, int64_t row, int64_t panel) {
-    if constexpr (ROWS > 1) {
-        if (rows < ROWS) return tile_of<Group, ROWS - 1, PANELS, FIRST>(p, rows, row, panel);
-    }
-    tile<Group, ROWS, PANELS, FIRST>(p, row, panel);
-}
-
 constexpr int MAX_ROWS = 4, STREAMS = 4;
 
 template <typename Group>
 void panels_from(const Product<Group> &p, int64_t M, int64_t panel, int64_t count) {
     if (M == 1 && count == STREAMS) return tile<Group, 1, STREAMS, true>(p, 0, panel);
     for (int64_t j = panel; j < panel + count; j++) {
-        tile_of<Group, MAX_ROWS, 1, true>(p, std::min<int64_t>(MAX_ROWS, M), 0, j);
-        for (int64_t row = MAX_ROWS; row < M; row += MAX_ROWS)
-            tile_of<Group, MAX_ROWS, 1, false>(p, std::min<int64_t>(MAX_ROWS, M - row), row, j);
+        const int64_t second = std::min<int64_t>(MAX_ROWS, M);
+        by_rows<MAX_ROWS>(0, second, [&](auto n, int64_t row) { tile<Group, n, 1, true>(p, row, j); });
+        by_rows<MAX_ROWS>(second, M, [&](auto n, int64_t row) { tile<Group, n, 1, false>(p, row, j); });
     }
 }
 
@@ -317,14 +303,6 @@ void float_tile(const Matrix &matrix, const float *x, float *y, int64_t panel) {
         write(y + i * matrix.N + column, acc[i], bias, std::min<int64_t>(LANES, matrix.N - column));
 }
 
-template <int ROWS>
-void float_tile_of(const Matrix &matrix, const float *x, float *y, int64_t rows, int64_t panel) {
-    if constexpr (ROWS > 1) {
-        if (rows < ROWS) return float_tile_of<ROWS - 1>(matrix, x, y, rows, panel);
-    }
-    float_tile<ROWS>(matrix, x, y, panel);
-}
-
 // Many rows by one panel of four-bit weights. The integers of a group's sum fit a float (15 · 254.5 · 127 · 32 < 2^24),
 // so floats give the same sums to the bit, and pay where widening a panel once serves many rows.
 template <int ROWS>
@@ -352,15 +330,6 @@ void whole_tile(const Product<Group4> &p, const float *wide, const float *x, int
         write(p.y + (row + i) * p.N + column, acc[i], p.bias ? p.bias + column : nullptr, width);
 }
 
-template <int ROWS>
-void whole_tile_of(const Product<Group4> &p, const float *wide, const float *x, int64_t rows, int64_t row,
-                   int64_t panel) {
-    if constexpr (ROWS > 1) {
-        if (rows < ROWS) return whole_tile_of<ROWS - 1>(p, wide, x, rows, row, panel);
-    }
-    whole_tile<ROWS>(p, wide, x, row, panel);
-}
-
 void multiply_widened(const Product<Group4> &p, int64_t M) {
     constexpr int ROWS = 6;
     static thread_local std::vector<float> whole;
@@ -381,8 +350,8 @@ void multiply_widened(const Product<Group4> &p, int64_t M) {
                 store(wide.data() + (g * GROUP + k) * LANES, converted(value));
             }
         }
-        for (int64_t row = 0; row < M; row += ROWS)
-            whole_tile_of<ROWS>(p, wide.data(), x, std::min<int64_t>(ROWS, M - row), row, panel);
+        const float *weights = wide.data();
+        by_rows<ROWS>(0, M, [&](auto n, int64_t row) { whole_tile<n>(p, weights, x, row, panel); });
     }
 }
 
@@ -391,8 +360,9 @@ void multiply_bytes(const Matrix &matrix, const float *x, float *y, int64_t M) {
     const int64_t num_panels = (matrix.N + LANES - 1) / LANES;
 #pragma omp parallel for schedule(static)
     for (int64_t panel = 0; panel < num_panels; panel++)
-        for (int64_t row = 0; row < M; row += ROWS)
-            float_tile_of<ROWS>(matrix, x + row * matrix.K, y + row * matrix.N, std::min<int64_t>(ROWS, M - row), panel);
+        by_rows<ROWS>(0, M, [&](auto n, int64_t row) {
+            float_tile<n>(matrix, x + row * matrix.K, y + row * matrix.N, panel);
+        });
 }
 
 #endif

@@ -25,13 +25,17 @@ struct Group8 {
     int8_t rows[GROUP][LANES];  // by k: without that instruction, floats are faster
 #endif
 
-    int8_t &at(int64_t k, int64_t lane) {
+    // How far the value of (k, lane) lies from the first.
+    static int64_t place(int64_t k, int64_t lane) {
 #ifdef __AVX512VNNI__
-        return quads[k / 4][lane][k % 4];
+        return (k / 4 * LANES + lane) * 4 + k % 4;
 #else
-        return rows[k][lane];
+        return k * LANES + lane;
 #endif
     }
+
+    int8_t *values() { return reinterpret_cast<int8_t *>(this) + sizeof scales; }
+    const int8_t *values() const { return reinterpret_cast<const int8_t *>(this) + sizeof scales; }
 };
 
 INLINE float half_to_float(uint16_t half) {

@@ -24,8 +24,8 @@ void read_quantized_row(const Matrix &matrix, int64_t row, float *out) {
                 const int q = group.pairs[k / 8][lane][k % 4] >> (k / 4 % 2 * 4) & 15;
                 out[g * GROUP + k] = half_to_float(group.scales[lane]) * q + half_to_float(group.offsets[lane]);
             } else {
-                Group8 &group = static_cast<Group8 *>(const_cast<void *>(matrix.packed))[at];
-                out[g * GROUP + k] = half_to_float(group.scales[lane]) * group.at(k, lane);
+                const Group8 &group = static_cast<const Group8 *>(matrix.packed)[at];
+                out[g * GROUP + k] = half_to_float(group.scales[lane]) * group.values()[Group8::place(k, lane)];
             }
         }
 }
@@ -67,7 +67,7 @@ extern "C" void pack_q8(const uint8_t *blocks, void *packed, int64_t N, int64_t 
                 const uint8_t *block = blocks + (row * groups + g) * (2 + GROUP);
                 Group8 &group = panels[panel * groups + g];
                 memcpy(&group.scales[row % LANES], block, 2);
-                for (int k = 0; k < GROUP; k++) group.at(k, row % LANES) = static_cast<int8_t>(block[2 + k]);
+                for (int k = 0; k < GROUP; k++) group.values()[Group8::place(k, row % LANES)] = static_cast<int8_t>(block[2 + k]);
             }
 }
 

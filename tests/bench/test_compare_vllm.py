@@ -8,8 +8,9 @@ from rich.console import Console
 
 from bench.compare_vllm import CONCURRENCIES, TANDEMS, measure, per_token_s, ratios, show
 from bench.load import Outcome
-from bench.serving import child, served
-from bench.vllm_environment import Unavailable, vllm_served
+from bench.vllm_environment import vllm_served
+from core.errors import Unavailable
+from tandem.served import child, served
 
 
 async def never():
@@ -45,13 +46,13 @@ def test_without_vllm_it_says_why_and_shows_the_tandems_alone():
 
 async def test_a_child_that_dies_of_a_signal_is_told_by_its_name_and_last_words():
     code = "import os, signal, sys; print('last words', flush=True); os.kill(os.getpid(), signal.SIGILL)"
-    with pytest.raises(RuntimeError, match=r"(?s)ended by SIGILL.*last words"):
+    with pytest.raises(Unavailable, match=r"(?s)ended by SIGILL.*last words"):
         async with child([sys.executable, "-c", code], never, 30):
             pass
 
 
 async def test_a_child_that_is_not_ready_in_time_is_told_so():
-    with pytest.raises(RuntimeError, match="not ready in time"):
+    with pytest.raises(Unavailable, match="not ready in time"):
         async with child([sys.executable, "-c", "import time; time.sleep(60)"], never, 0.5):
             pass
 
@@ -63,8 +64,8 @@ async def test_a_python_without_vllm_is_unavailable_for_its_own_reason(tmp_path)
 
 
 async def test_every_figure_is_taken_from_a_tandem(tiny_model):
-    async with served([str(tiny_model), "--model-id", "smollm2", "--num-blocks", "512"]) as url:
-        told = await measure(url, 1, 1, prompts=(16, 100), token_ids=range(3, 250))
+    async with served([str(tiny_model), "--model-id", "smollm2", "--num-blocks", "512"]) as addresses:
+        told = await measure(addresses["http"], 1, 1, prompts=(16, 100), token_ids=range(3, 250))
     rows = [f"per token, {number} at a time" for number in CONCURRENCIES]
     assert list(told) == [*rows, "first token of 16", "first token of 100"]
     assert all(value > 0 for value in told.values())

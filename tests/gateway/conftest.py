@@ -1,14 +1,18 @@
-"""Tokenizers of the tiny model, of the bundled one, and one whose tokens overlap in every way."""
+"""A front over the rig; tokenizers of the tiny and the bundled model, and one whose tokens overlap in every way."""
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from core.errors import ModelLoadError
 from core.model_path import resolve_model
 from gateway.tokenizer import TextTokenizer
 from gateway.tokenizer_files import TokenizerFiles, load_tokenizer_files
+from tests.gateway.peers import Rig
+from tests.gateway.served import Served
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +54,12 @@ def syllables() -> TextTokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
     return TextTokenizer(TokenizerFiles(tokenizer, "", "", "", (), False))
+
+
+@pytest_asyncio.fixture
+async def served(tiny_tokenizer) -> AsyncIterator[Served]:
+    rig = Rig()
+    await rig.connect()
+    yield Served(rig, tiny_tokenizer)
+    rig.assert_clean()
+    await rig.close()

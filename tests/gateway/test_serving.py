@@ -1,14 +1,9 @@
 """A generation from prompt to last chunk: retries, stops, early ends, and what is counted of them."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from cluster.block_index import BlockIndex
-from cluster.store import Store
 from core.errors import (
     EngineFailed,
     InvalidRequest,
@@ -19,81 +14,14 @@ from core.errors import (
     WorkerLost,
 )
 from gateway.fleet import Fleet
-from gateway.metrics import GatewayMetrics
-from gateway.orchestrator import MAX_ATTEMPTS, Orchestrator
-from gateway.serving import Ask, Prompt, Serving, TextChunk, TextGeneration
+from gateway.orchestrator import MAX_ATTEMPTS
+from gateway.serving import Ask, Prompt, TextChunk, TextGeneration
 from proto import convert
 from proto import session_pb2 as pb
 from proto import types_pb2 as types
-from tests.gateway.peers import LIMIT_S, Rig, Worker
+from tests.gateway.peers import LIMIT_S
 
 ASK = Ask("m", Prompt("prompt", text="hello"), 8, temperature=0.0)
-
-
-class Served:
-    """A front's view of the rig, with the worker's events for one handoff at a time."""
-
-    def __init__(self, rig: Rig, tokenizer: Any) -> None:
-        self.rig = rig
-        self.metrics = GatewayMetrics(list)
-        index = BlockIndex(Store("redis://127.0.0.1:1"))
-        orchestrator = Orchestrator(rig.fleet, index, rig.rows, self.metrics)
-        self.serving = Serving("m", tokenizer, rig.fleet, orchestrator, self.metrics, 60.0)
-
-    def outcomes(self) -> dict[str, float]:
-        samples = self.metrics.requests.collect()[0].samples
-        return {s.labels["outcome"]: s.value for s in samples if s.name == "tandem_requests_total"}
-
-    async def start(self) -> pb.PrefillStart:
-        """The start command, at whichever prefill worker it arrives."""
-        commands = [asyncio.create_task(worker.take("start")) for worker in self.rig.prefill]
-        done, waiting = await asyncio.wait(commands, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        return done.pop().result()
-
-    @property
-    def num_resends(self) -> float:
-        return self.metrics.resends.collect()[0].samples[0].value
-
-    async def to_decode(self, first: str, decode: Worker | None = None) -> Worker:
-        """Up to the verified seal; the decode worker."""
-        start = await self.start()
-        self.handoff_id = start.handoff_id
-        prefill = next(w for w in self.rig.prefill if w.record.worker_id == start.worker.worker_id)
-        num_output_ids = len(start.output_ids)
-        prefill.emit(started=pb.PrefillStarted(handoff_id=start.handoff_id, num_output_ids=num_output_ids))
-        decode = decode or self.rig.decode[0]
-        await decode.take("reserve")
-        decode.emit(granted=pb.DecodeGranted(grant=types.Grant(handoff_id=start.handoff_id)))
-        await prefill.take("grant")
-        token = types.FirstToken(token_id=ord(first), position=len(start.output_ids))
-        decode.emit(seal_verified=pb.DecodeSealVerified(handoff_id=start.handoff_id, first_tokens=[token]))
-        await prefill.take("release")
-        self.position = len(start.output_ids)
-        return decode
-
-    def emit(self, decode: Worker, text: str, reason: str = "") -> None:
-        for character in text:
-            self.position += 1
-            is_last = character == text[-1] and reason
-            token = pb.DecodeToken(
-                handoff_id=self.handoff_id,
-                position=self.position,
-                token_id=ord(character),
-                finish_reason=convert.FINISH_REASONS[reason if is_last else ""],
-            )
-            decode.emit(token=token)
-
-
-@pytest_asyncio.fixture
-async def served(tiny_tokenizer) -> AsyncIterator[Served]:
-    rig = Rig()
-    await rig.connect()
-    yield Served(rig, tiny_tokenizer)
-    rig.assert_clean()
-    await rig.close()
 
 
 def collect(generation: TextGeneration) -> "asyncio.Task[list[TextChunk]]":

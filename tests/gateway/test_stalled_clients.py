@@ -3,11 +3,9 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-import pytest_asyncio
 import uvicorn
 
 from gateway.attempt import CREDIT_TOKENS
@@ -17,19 +15,10 @@ from gateway.main import _HttpServer, listen
 from gateway.serving import Serving
 from proto import client_pb2 as pb
 from proto import client_pb2_grpc
-from tests.gateway.peers import LIMIT_S, Rig
-from tests.gateway.test_serving import Served
+from tests.gateway.peers import LIMIT_S
+from tests.gateway.served import Served
 
 STALL_S = 0.5
-
-
-@pytest_asyncio.fixture
-async def served(tiny_tokenizer) -> AsyncIterator[Served]:
-    rig = Rig()
-    await rig.connect()
-    yield Served(rig, tiny_tokenizer)
-    rig.assert_clean()
-    await rig.close()
 
 
 async def flood(served: Served) -> int:

@@ -1,4 +1,4 @@
-"""Servers as children, for benchmarks that talk to them as any client does."""
+"""Servers as children of a command that talks to them as any client does: `verify` and the benchmarks."""
 
 import asyncio
 import contextlib
@@ -10,18 +10,22 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-START_TIMEOUT_S = 120.0
+from core.errors import Unavailable
+
+START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 LOG_TAIL = 2000
 
 
 @contextlib.asynccontextmanager
-async def served(arguments: Sequence[str]) -> AsyncIterator[str]:
-    """The HTTP address of a tandem of its own on free ports. Raises RuntimeError when it does not start."""
-    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as directory:
+async def served(arguments: Sequence[str]) -> AsyncIterator[dict[str, Any]]:
+    """The addresses, as in a ready file, of a tandem of its own on free ports. Raises Unavailable when it does not
+    start."""
+    with tempfile.TemporaryDirectory(prefix="tandem-served-") as directory:
         ready = Path(directory) / "ready.json"
         command = [sys.executable, "-m", "tandem.cli", "serve", *arguments, "--ready-file", str(ready)]
         command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
@@ -30,7 +34,7 @@ async def served(arguments: Sequence[str]) -> AsyncIterator[str]:
             return ready.exists()
 
         async with child(command, is_ready, START_TIMEOUT_S):
-            yield json.loads(ready.read_text())["http"]
+            yield json.loads(ready.read_text())
 
 
 @contextlib.asynccontextmanager
@@ -40,7 +44,7 @@ async def child(
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[None]:
-    """A process and what it starts, ended with the block. Raises RuntimeError, with the end of what it wrote, when it
+    """A process and what it starts, ended with the block. Raises Unavailable, with the end of what it wrote, when it
     ends or takes too long before it is ready."""
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
@@ -54,7 +58,7 @@ async def child(
             if not await _wait_until(is_ready, process, timeout_s):
                 log.seek(0)
                 tail = log.read().decode(errors="replace")[-LOG_TAIL:]
-                raise RuntimeError(f"{how_it_ended(process.returncode)}\n{tail}")
+                raise Unavailable(f"{how_it_ended(process.returncode)}\n{tail}")
             yield
         finally:
             await _end(process)
