@@ -1,7 +1,7 @@
 """What overload does to those who are served: `python -m bench.overload`.
 
-One tandem on this machine. First its capacity (a closed loop that fills the batch), then open loops (Poisson) at
-parts and multiples of that. Prints latencies of the accepted, how fast the others were refused, and goodput: requests
+One tandem on this machine. First its capacity: what it serves of an open loop (Poisson) that asks for more than a
+closed loop got. Then open loops at parts and multiples of that. Prints latencies of the accepted, how fast the others were refused, and goodput: requests
 a second that ended whole within --slo-ttft and --slo-itl (mean gap)."""
 
 import argparse
@@ -20,6 +20,11 @@ from bench.load import Load, Outcome, poisson
 from tandem.served import served
 
 BASE, OVER = 0.9, 2.0
+FLOOD = 1.7  # of what a closed loop got: more than can be served, or the capacity is measured too small
+
+
+def served_per_s(outcomes: Sequence[Outcome], duration_s: float) -> float:
+    return sum(outcome.is_whole for outcome in outcomes) / duration_s
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -57,8 +62,9 @@ async def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     async with served([args.model, "--prefill", "1", "--decode", "1", *options]) as addresses:
         load = Load(addresses["http"], args.prompt, args.output, rng)
         await load.closed(2, 3.0)
-        filled = await load.closed(args.max_batch, args.seconds / 2)
-        capacity = sum(outcome.is_whole for outcome in filled) / (args.seconds / 2)
+        guess = served_per_s(await load.closed(args.max_batch, args.seconds / 4), args.seconds / 4)
+        flood = poisson(FLOOD * guess, args.seconds / 2, rng)
+        capacity = served_per_s(await load.at(list(flood)), args.seconds / 2)
         results = {"capacity": {"requests_per_s": capacity}}
         for part in args.loads:
             sys.stderr.write(f"{part:g} of {capacity:.2f} requests a second for {args.seconds:g} s\n")
