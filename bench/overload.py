@@ -1,8 +1,8 @@
 """What overload does to those who are served: `python -m bench.overload`.
 
 One tandem on this machine. First its capacity: what it serves of an open loop (Poisson) that asks for more than a
-closed loop got. Then open loops at parts and multiples of that. Prints latencies of the accepted, how fast the others were refused, and goodput: requests
-a second that ended whole within --slo-ttft and --slo-itl (mean gap)."""
+closed loop got. Then open loops at parts and multiples of that. Prints latencies of the accepted, how fast the others
+were refused, and goodput: requests a second that ended whole within --slo-ttft and --slo-itl (mean gap)."""
 
 import argparse
 import asyncio
