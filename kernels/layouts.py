@@ -63,3 +63,12 @@ class TokenSlots(NamedTuple):
 
     positions: Tensor  # [T] int64
     slot_mapping: Tensor  # [T] int64: block_id * block_size + offset
+
+
+class Drawn(NamedTuple):
+    """A token for each of R rows of logits, and what its probability follows from: the logarithm of a token's is
+    logit - peak - log(total)."""
+
+    tokens: Tensor  # [R] int64
+    peaks: Tensor  # [R] float32: the largest logit; NaN where a logit is NaN
+    totals: Tensor  # [R] float64: the sum of e^(logit - peak); means nothing where the peak is not finite
