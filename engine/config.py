@@ -18,7 +18,7 @@ class WeightForm(StrEnum):
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """`token_budget` bounds the tokens of one step, `max_batch` the sequences; the pool has
-    `num_blocks` blocks, or as many as `kv_bytes` hold."""
+    `num_blocks` blocks, or as many as `kv_bytes` hold. `borrowed_cores` are others': used while nobody wants them."""
 
     model: str = "smollm2"
     dtype: DType = DType.BFLOAT16
@@ -31,6 +31,7 @@ class EngineConfig:
     max_context_len: int | None = None
     enable_prefix_cache: bool = True
     num_threads: int = 1
+    borrowed_cores: tuple[int, ...] = ()
     weights: WeightForm = WeightForm.STORED
 
     def __post_init__(self) -> None:

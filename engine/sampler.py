@@ -86,8 +86,7 @@ def sample(logits: Tensor, requests: SamplingBatch) -> SampledTokens:
         logits, torch.from_numpy(temperatures).to(device), torch.from_numpy(requests.keys).to(device)
     )
     tokens, is_valid = drawn.tokens, torch.isfinite(drawn.peaks)
-    limited = np.flatnonzero(is_limited & is_valid.cpu().numpy()) if is_limited.any() else []
-    if len(limited):
+    if is_limited.any() and (limited := np.flatnonzero(is_limited & is_valid.cpu().numpy())).size:
         rows = torch.from_numpy(limited).to(device)
         tokens[rows] = _draw_rows(logits[rows], drawn.peaks[rows], requests, limited)
     chosen = (logits.gather(1, tokens[:, None])[:, 0] - drawn.peaks).double()

@@ -138,8 +138,10 @@ def _load(config: EngineConfig, channel: EngineChannel, pool_fd: int) -> tuple[E
     import torch
 
     from engine.build import build_engine
+    from kernels.cpu.crew import start_crew
 
     torch.set_num_threads(config.num_threads)
+    start_crew(config.num_threads, config.borrowed_cores)
     geometry = EngineGeometry(config)
     region = KVRegion.attach(pool_fd, geometry.kv_spec.block_bytes, geometry.num_blocks)
 

@@ -79,6 +79,13 @@ def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def _cores(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(core) for core in value.split(",") if core)
+    except ValueError as error:
+        raise click.BadParameter(f"cores are numbers with commas between, as 2,3: got {value!r}") from error
+
+
 def _worker_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option(
@@ -97,6 +104,12 @@ def _worker_options(command: Callable[..., None]) -> Callable[..., None]:
             "--transfer-port", default=0, show_default=True, help="Port of tcp or ucx; 0: a free one."
         ),
         click.option("--threads", default=1, show_default=True, help="Compute threads."),
+        click.option(
+            "--borrow",
+            default="",
+            callback=_cores,
+            help="Cores of others to compute on while they are idle, as 2,3 [none].",
+        ),
         click.option(
             "--drain", default=20.0, show_default=True, help="Seconds to finish what runs on SIGTERM."
         ),
@@ -130,6 +143,7 @@ def _configs(role: str, options: dict[str, Any]) -> tuple[Any, Any]:
         max_batch=options["max_batch"],
         token_budget=options["token_budget"],
         num_threads=options["threads"],
+        borrowed_cores=options["borrow"],
     )
     return worker, engine
 
@@ -195,6 +209,7 @@ def gateway(**options: Any) -> None:
 @click.option("--grpc", default="127.0.0.1:50051", show_default=True, help="HOST:PORT of the gRPC API.")
 @click.option("--redis-url", default="", help="A Redis or Valkey to use [an embedded Valkey].")
 @click.option("--ready-file", default=None, help="JSON written once requests can be served.")
+@click.option("--no-borrow", is_flag=True, help="Workers leave each other's idle cores alone.")
 @_max_queue_option
 @_engine_options
 def serve(ready_file: str | None, **options: Any) -> None:
@@ -205,7 +220,8 @@ def serve(ready_file: str | None, **options: Any) -> None:
 
     async def work() -> int:
         resolve_model(options["model"])
-        return await supervisor.run(ServePlan(**options), ready_file)
+        can_borrow = not options.pop("no_borrow")
+        return await supervisor.run(ServePlan(**options, can_borrow=can_borrow), ready_file)
 
     run(work())
 

@@ -27,6 +27,7 @@ class ServePlan:
     max_batch: int
     token_budget: int
     max_queue_s: float
+    can_borrow: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,16 @@ def split_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]
 
 
 def plan_workers(plan: ServePlan, cores: Sequence[int]) -> list[ChildPlan]:
-    """The prefill tier's share of the cores follows its share of the workers."""
+    """The prefill tier's share of the cores follows its share of the workers. Each may borrow those of the others."""
     roles = [Role.PREFILL] * plan.num_prefill + [Role.DECODE] * plan.num_decode
     counts = dict.fromkeys(Role, 0)
     children = []
     for role, share in zip(roles, split_cores(cores, len(roles)), strict=True):
         name = f"{role.value}-{counts[role]}"
         counts[role] += 1
-        children.append(ChildPlan(name, _worker_command(plan, role, name, len(share)), share, len(share)))
+        borrowed = [core for core in cores if core not in share] if plan.can_borrow else []
+        command = _worker_command(plan, role, name, len(share), borrowed)
+        children.append(ChildPlan(name, command, share, len(share)))
     return children
 
 
@@ -67,7 +70,9 @@ def plan_gateway(plan: ServePlan, ready_file: str, cores: Sequence[int]) -> Chil
     return ChildPlan("gateway", command, tuple(cores), 1)
 
 
-def _worker_command(plan: ServePlan, role: Role, name: str, num_threads: int) -> tuple[str, ...]:
+def _worker_command(
+    plan: ServePlan, role: Role, name: str, num_threads: int, borrowed: Sequence[int]
+) -> tuple[str, ...]:
     command = (*_tandem(role.value), "--model", plan.model, "--id", name, "--connector", plan.connector)
     command += (
         "--redis-url",
@@ -81,6 +86,7 @@ def _worker_command(plan: ServePlan, role: Role, name: str, num_threads: int) ->
     )
     command += ("--block-size", str(plan.block_size), "--max-batch", str(plan.max_batch))
     command += ("--token-budget", str(plan.token_budget))
+    command += ("--borrow", ",".join(map(str, borrowed))) if borrowed else ()
     command += ("--num-blocks", str(plan.num_blocks)) if plan.num_blocks else ()
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return command

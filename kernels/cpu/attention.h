@@ -15,6 +15,7 @@
 #include <cmath>
 #include <vector>
 
+#include "crew.h"
 #include "panel.h"
 
 
@@ -244,33 +245,35 @@ inline std::vector<AttentionItem> list_items(const int32_t *query_starts, const 
 }
 
 template <typename T, typename Cache>
+void attend(AttentionScratch &s, const AttentionItem &item, const T *query, const Cache *k_cache, const Cache *v_cache,
+            const int32_t *query_starts, const int32_t *context_lens, const int32_t *block_tables, T *output,
+            const AttentionShape &shape) {
+    const int64_t context_start = context_lens[item.seq] - query_starts[item.seq + 1];
+    const int64_t end = context_start + item.end_row;  // one past the last key that the item may see
+    const int64_t head = item.kv_head * shape.head_stride;
+    const int32_t *table = block_tables + item.seq * shape.max_blocks;
+    const auto tile_at = [&](int64_t start) {
+        return KeyTile<Cache>(k_cache + head, v_cache + head, table, start, end, shape);
+    };
+    begin(s, item, query, context_start + item.first_row, shape);
+    KeyTile<Cache> tile = tile_at(0);
+    for (int64_t start = 0; start < end; start += KEY_TILE) {
+        const int64_t next_start = start + KEY_TILE;
+        const KeyTile<Cache> next = next_start < end ? tile_at(next_start) : tile;
+        next.prefetch(shape.head_dim);
+        attend_tile(s, tile, start, shape.head_dim);
+        tile = next;
+    }
+    finish(s, item, output, shape);
+}
+
+template <typename T, typename Cache>
 void attention(const T *query, const Cache *k_cache, const Cache *v_cache, const int32_t *query_starts,
                const int32_t *context_lens, const int32_t *block_tables, T *output, const AttentionShape &shape) {
     const std::vector<AttentionItem> items = list_items(query_starts, shape);
-#pragma omp parallel if (items.size() > 1)
-    {
+    share(static_cast<int64_t>(items.size()), [&](int64_t n) {
         static thread_local AttentionScratch scratch;
-        AttentionScratch &s = scratch;
-#pragma omp for schedule(dynamic, 1)
-        for (size_t n = 0; n < items.size(); n++) {
-            const AttentionItem &item = items[n];
-            const int64_t context_start = context_lens[item.seq] - query_starts[item.seq + 1];
-            const int64_t end = context_start + item.end_row;  // one past the last key that the item may see
-            begin(s, item, query, context_start + item.first_row, shape);
-            const int64_t head = item.kv_head * shape.head_stride;
-            const int32_t *table = block_tables + item.seq * shape.max_blocks;
-            const auto tile_at = [&](int64_t start) {
-                return KeyTile<Cache>(k_cache + head, v_cache + head, table, start, end, shape);
-            };
-            KeyTile<Cache> tile = tile_at(0);
-            for (int64_t start = 0; start < end; start += KEY_TILE) {
-                const int64_t next_start = start + KEY_TILE;
-                const KeyTile<Cache> next = next_start < end ? tile_at(next_start) : tile;
-                next.prefetch(shape.head_dim);
-                attend_tile(s, tile, start, shape.head_dim);
-                tile = next;
-            }
-            finish(s, item, output, shape);
-        }
-    }
+        const AttentionItem &item = items[items.size() - 1 - n];  // the longest first: nobody waits for one at the end
+        attend(scratch, item, query, k_cache, v_cache, query_starts, context_lens, block_tables, output, shape);
+    });
 }

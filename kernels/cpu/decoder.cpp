@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "crew.h"
 #include "elementwise.h"
 #include "matrix.h"
 
@@ -96,6 +97,7 @@ void pass(const Decoder &d, const Step &step, Workspace &w) {
 
 extern "C" void decoder_step(const Decoder *decoder, const Step *step) {
     static thread_local Workspace workspace;
+    const Shift shift;
     workspace.resize(*decoder, step->T);
     if (step->is_bf16)
         pass<bfloat>(*decoder, *step, workspace);

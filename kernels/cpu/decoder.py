@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.bodies import LANES, MAX_GROUP, MAX_HEAD_DIM
+from kernels.cpu.crew import start_crew
 from kernels.cpu.library import Matrix, exported, native
 from kernels.cpu.matrix import PackedMatrix
 from kernels.layouts import Ragged, Rope, TokenSlots
@@ -133,6 +134,7 @@ class NativeDecoder:
             shape.eps,
             shape.scale,
         )
+        start_crew(torch.get_num_threads())
         self._run = exported("decoder_step", (POINTER(_Decoder), POINTER(_Step)))
 
     def forward(

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "crew.h"
 #include "vector.h"
 
 template <typename T>
@@ -36,17 +37,15 @@ void add_row(const T *x, T *residual, int64_t N) {
 // `x` may be null: then the residual is only normalised.
 template <typename T>
 void add_rms_norm(const T *x, T *residual, const T *weight, T *out, int64_t M, int64_t N, float eps) {
-#pragma omp parallel for schedule(static) if (M > 1)
-    for (int64_t row = 0; row < M; row++) {
+    share_rows(M, [&](int64_t row) {
         if (x) add_row(x + row * N, residual + row * N, N);
         norm_row(residual + row * N, weight, out + row * N, N, eps);
-    }
+    });
 }
 
 template <typename T>
 void silu_mul(const T *gate_up, T *out, int64_t M, int64_t N) {
-#pragma omp parallel for schedule(static) if (M > 1)
-    for (int64_t row = 0; row < M; row++) {
+    share_rows(M, [&](int64_t row) {
         const T *gate = gate_up + row * 2 * N, *up = gate + N;
         T *target = out + row * N;
         int64_t n = 0;
@@ -58,7 +57,7 @@ void silu_mul(const T *gate_up, T *out, int64_t M, int64_t N) {
             v16 g = splat(to_float(gate[n]));
             from_float(target + n, (g / (splat(1.0f) + exp_lanes(-g)))[0] * to_float(up[n]));
         }
-    }
+    });
 }
 
 constexpr int64_t MAX_HEAD_DIM = 512;
@@ -102,8 +101,7 @@ void rope_and_cache(const T *qkv, const float *cos_sin, const int64_t *positions
                     const T *q_norm, const T *k_norm, float eps, T *query, Cache *k_cache, Cache *v_cache,
                     const RopeShape &shape) {
     const int64_t D = shape.head_dim, H = shape.num_heads, KV = shape.num_kv_heads;
-#pragma omp parallel for schedule(static) if (shape.num_tokens > 1)
-    for (int64_t t = 0; t < shape.num_tokens; t++) {
+    share_rows(shape.num_tokens, [&](int64_t t) {
         const T *q = qkv + t * (H + 2 * KV) * D, *k = q + H * D, *v = k + KV * D;
         const float *angles = cos_sin + positions[t] * D;
         const int64_t place = slots[t] / shape.block_size * shape.block_stride + slots[t] % shape.block_size * D;
@@ -113,5 +111,5 @@ void rope_and_cache(const T *qkv, const float *cos_sin, const int64_t *positions
             rotate_head(k + h * D, k_norm, eps, angles, k_cache + place + h * shape.head_stride, D);
             copy_head(v + h * D, v_cache + place + h * shape.head_stride, D);
         }
-    }
+    });
 }

@@ -1,7 +1,7 @@
 """The compiled library and its C signatures. Knows nothing of tensors.
 
-The library's OpenMP runtime is the one that torch has loaded, so torch.set_num_threads and OMP_NUM_THREADS count
-for both, and no second pool of threads spins beside the first.
+A pass shares its work among a crew of threads of its own (crew.py). OpenMP, whose runtime is the one that torch has
+loaded, only packs weights.
 """
 
 import logging

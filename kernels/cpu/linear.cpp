@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "crew.h"
 #include "matrix.h"
 #include "panel.h"
 
@@ -137,12 +138,11 @@ void by_panels(const Product<Kind> &p, int64_t M) {
     const int64_t rows = std::max<int64_t>(ROWS, ROWS_BYTES / row_bytes / ROWS * ROWS);
     for (int64_t first = 0; first < M; first += rows) {
         const int64_t end = std::min(M, first + rows);
-#pragma omp parallel for schedule(static)
-        for (int64_t group = 0; group < num_groups; group++) {
+        share(num_groups, [&](int64_t group) {
             const int64_t panel = group * PANELS;
             const int64_t count = std::min<int64_t>(PANELS, num_panels - panel);
             rows_by_panels<Kind, ROWS, PANELS>(p, first, end, panel, count);
-        }
+        });
     }
 }
 

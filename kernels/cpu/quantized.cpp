@@ -10,6 +10,7 @@
 #include <cmath>
 #include <vector>
 
+#include "crew.h"
 #include "panel.h"
 #include "quantized.h"
 
@@ -260,11 +261,10 @@ void multiply_groups(const Matrix &matrix, const Input *x, float *y, int64_t M) 
                                y + first * matrix.N, groups, matrix.N};
         const int64_t rows = std::min<int64_t>(BLOCK_ROWS, M - first);
         if (widen_rows(p, rows)) continue;
-#pragma omp parallel for schedule(static)
-        for (int64_t step = 0; step < steps; step++) {
+        share(steps, [&](int64_t step) {
             const int64_t panel = step * STREAMS;
             panels_from(p, rows, panel, std::min<int64_t>(STREAMS, num_panels - panel));
-        }
+        });
     }
 }
 
@@ -338,8 +338,7 @@ void multiply_widened(const Product<Group4> &p, int64_t M) {
     float *x = whole.data();
     for (int64_t n = 0; n < M * p.groups; n++)
         for (int k = 0; k < GROUP; k++) x[n * GROUP + k] = static_cast<float>(STEP * p.x[n].high[k] + p.x[n].low[k]);
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < num_panels; panel++) {
+    share(num_panels, [&](int64_t panel) {
         static thread_local std::vector<float> wide;
         if (static_cast<int64_t>(wide.size()) < K * LANES) wide.resize(K * LANES);
         for (int64_t g = 0; g < p.groups; g++) {
@@ -352,17 +351,17 @@ void multiply_widened(const Product<Group4> &p, int64_t M) {
         }
         const float *weights = wide.data();
         by_rows<ROWS>(0, M, [&](auto n, int64_t row) { whole_tile<n>(p, weights, x, row, panel); });
-    }
+    });
 }
 
 void multiply_bytes(const Matrix &matrix, const float *x, float *y, int64_t M) {
     constexpr int ROWS = 6;
     const int64_t num_panels = (matrix.N + LANES - 1) / LANES;
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < num_panels; panel++)
+    share(num_panels, [&](int64_t panel) {
         by_rows<ROWS>(0, M, [&](auto n, int64_t row) {
             float_tile<n>(matrix, x + row * matrix.K, y + row * matrix.N, panel);
         });
+    });
 }
 
 #endif
@@ -377,8 +376,9 @@ void multiply_quantized(const Matrix &matrix, const float *x, float *y, int64_t 
     const int64_t groups = matrix.K / GROUP;
     if (static_cast<int64_t>(inputs.size()) < M * groups) inputs.resize(M * groups);
     Input *rounded = inputs.data();
-#pragma omp parallel for schedule(static) if (M > 1)
-    for (int64_t n = 0; n < M * groups; n++) round_group(x + n * GROUP, rounded[n]);
+    share_rows(M, [&](int64_t row) {
+        for (int64_t n = row * groups; n < (row + 1) * groups; n++) round_group(x + n * GROUP, rounded[n]);
+    });
     if (matrix.kind == Q4)
         multiply_groups<Group4>(matrix, rounded, y, M);
 #ifdef __AVX512VNNI__

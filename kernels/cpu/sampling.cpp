@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "crew.h"
 #include "vector.h"
 
 namespace {
@@ -149,14 +150,14 @@ double total(const float *row, int64_t n, float peak) {
 // [M]: Σ e^(x - peak). A row whose peak is not finite has token 0.
 extern "C" void draw_tokens(const float *logits, const float *temperatures, const int64_t *keys, int64_t *tokens,
                             float *peaks, double *totals, int64_t M, int64_t N) {
-#pragma omp parallel for schedule(static) if (M > 1)
-    for (int64_t i = 0; i < M; i++) {
+    const Shift shift;
+    share(M, [&](int64_t i) {
         const float *row = logits + i * N;
         tokens[i] = largest(row, N, peaks[i]);
         totals[i] = NAN;
-        if (!std::isfinite(peaks[i])) continue;
+        if (!std::isfinite(peaks[i])) return;
         totals[i] = total(row, N, peaks[i]);
         if (temperatures[i] > 0)
             tokens[i] = largest_with_noise(row, N, peaks[i], temperatures[i], static_cast<uint64_t>(keys[i]));
-    }
+    });
 }

@@ -24,6 +24,7 @@ PLAN = ServePlan(
     max_batch=8,
     token_budget=256,
     max_queue_s=10.0,
+    can_borrow=True,
 )
 
 
@@ -54,6 +55,7 @@ def test_workers_are_named_pinned_and_told_everything():
     assert told["--id"] == "decode-0"
     assert told["--threads"] == "2"
     assert (told["--connector"], told["--redis-url"], told["--dtype"]) == ("shm", "redis://x", "float32")
+    assert told["--borrow"] == "0,1,4,5"
     assert "--num-blocks" not in told
     assert "--model-id" not in told
     assert workers[1].command[3] == "decode"
@@ -76,3 +78,8 @@ def test_the_gateway_knows_where_to_listen_and_what_to_write():
         "/tmp/ready",
     )
     assert gateway.cores == (0, 1)
+
+
+def test_no_borrowing_on_request_nor_where_there_is_nothing_to_borrow():
+    for workers in (plan_workers(replace(PLAN, can_borrow=False), range(6)), plan_workers(PLAN, [3])):
+        assert all("--borrow" not in worker.command for worker in workers)
