@@ -1,8 +1,7 @@
 """What borrowed cores cost those who lend them: `python -m bench.borrowed`.
 
 A few steady streams decode while long prompts prefill one after the other; once with workers that borrow each other's
-idle cores and once without. Prints the gaps between tokens with and without the prompts, and the prompts' times to the
-first token."""
+idle cores and once without. Prints the gaps between tokens with and without prompts, and the times to first token."""
 
 import argparse
 import asyncio
@@ -30,9 +29,12 @@ def gaps_s(outcomes: list[Outcome]) -> list[float]:
 
 
 async def prompts_until(done: asyncio.Event, load: Load) -> list[Outcome]:
+    """Those that got their first token before `done`."""
     outcomes = []
     while not done.is_set():
-        outcomes.append(await load.one())
+        outcome = await load.one()
+        if not done.is_set():
+            outcomes.append(outcome)
     return outcomes
 
 

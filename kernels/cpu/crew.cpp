@@ -2,22 +2,31 @@
 
 #include "crew.h"
 
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
 #include <memory>
 #include <thread>
 #include <vector>
 
 namespace {
 
+constexpr int SPINS = 64;                // between two looks at the clock
 constexpr int64_t LINGER_NS = 2000000;   // a helper waits so long for the next pass before it sleeps
 constexpr int64_t PATIENCE_NS = 100000;  // so long the owner waits for a helper before it fetches it
-constexpr int SPINS = 64;                // between two looks at the clock
+constexpr int64_t CALL_NS = 1000000;     // a pass looks for helpers to call so often
+constexpr int64_t WANTED_NS = 5000000;   // a core is wanted for so long after a pass has used it
+constexpr int64_t GAP_NS = 200000;       // a helper that stood still for so long has lost its core
+constexpr int64_t PROBE_NS = 1000000;    // and takes no work before it had it for so long
+constexpr int64_t MIN_REST_NS = 20000000, MAX_REST_NS = 1000000000;  // doubles with every loss in a row
+constexpr int MAX_CORES = 1024;
 
 int64_t now_ns() {
     timespec time;
@@ -40,6 +49,9 @@ void wake(std::atomic<int32_t> &word) { syscall(SYS_futex, &word, FUTEX_WAKE_PRI
 struct alignas(128) Helper {
     std::atomic<int32_t> is_inside{0};   // it may be at work on the open job
     std::atomic<int32_t> is_fetched{0};  // the owner sleeps until it is outside
+    std::atomic<int32_t> is_asleep{0};   // until it is called, which it should not be before rest_until_ns
+    std::atomic<int32_t> is_called{0};
+    std::atomic<int64_t> rest_until_ns{0};
     std::atomic<pid_t> thread{0};
     int core = -1;  // borrowed; -1: one of the process's own
 };
@@ -49,6 +61,7 @@ struct Crew {
     alignas(128) std::atomic<bool> is_taken{false};  // some thread has a job open
     alignas(128) std::atomic<int32_t> num_shifts{0};  // passes that run now
     std::atomic<int32_t> num_asleep{0};
+    std::atomic<int64_t> last_call_ns{0};
     alignas(128) std::atomic<int64_t> job{0};  // odd while one is open
     Piece piece = nullptr;
     void *body = nullptr;
@@ -61,11 +74,52 @@ struct Crew {
 Crew crew;
 thread_local bool is_at_work = false;  // in a piece, or owner of an open job
 
+// When a pass last used each core, by the monotonic clock: one page for all processes of this user on this host, so that
+// workers leave each other's cores alone while those are at work. Without it helpers see that only by losing the core.
+class Board {
+  public:
+    Board() {
+        char path[64];
+        snprintf(path, sizeof path, "/dev/shm/tandem-cores-%u", geteuid());
+        const int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+        if (file < 0) return;
+        if (ftruncate(file, SIZE) == 0) {
+            void *mapped = mmap(nullptr, SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+            if (mapped != MAP_FAILED) stamps = static_cast<Stamp *>(mapped);
+        }
+        close(file);
+    }
+
+    void use_this_core() {
+        const int core = sched_getcpu();
+        if (stamps && core >= 0 && core < MAX_CORES) stamps[core].at_ns.store(now_ns(), std::memory_order_relaxed);
+    }
+
+    bool is_wanted(int core) const {
+        return stamps && core < MAX_CORES && now_ns() - stamps[core].at_ns.load(std::memory_order_relaxed) < WANTED_NS;
+    }
+
+  private:
+    struct alignas(64) Stamp {
+        std::atomic<int64_t> at_ns;
+    };
+    static constexpr size_t SIZE = MAX_CORES * sizeof(Stamp);
+    Stamp *stamps = nullptr;
+};
+
+Board &board() {
+    static Board shared;
+    return shared;
+}
+
 // How many pieces the caller did.
-int64_t work() {
+int64_t work(bool is_borrowing) {
     int64_t num_done = 0;
     is_at_work = true;
-    for (int64_t index; (index = crew.next.fetch_add(1)) < crew.count; num_done++) crew.piece(crew.body, index);
+    for (int64_t index; (index = crew.next.fetch_add(1)) < crew.count; num_done++) {
+        if (!is_borrowing) board().use_this_core();
+        crew.piece(crew.body, index);
+    }
     is_at_work = false;
     return num_done;
 }
@@ -77,50 +131,133 @@ bool move_to(pid_t thread, int core) {
     return sched_setaffinity(thread, sizeof cores, &cores) == 0;
 }
 
-void join_job(Helper &self, int64_t job) {
+// False when the helper lost its core meanwhile.
+bool join_job(Helper &self, int64_t job) {
     self.is_inside.store(1);  // in one order with the two below and the owner's: it sees this, or we see its close
-    if (crew.job.load() == job) crew.num_helped.fetch_add(work());
+    if (crew.job.load() == job) crew.num_helped.fetch_add(work(self.core >= 0));
     self.is_inside.store(0);
-    if (self.is_fetched.load()) wake(self.is_inside);
+    const bool is_fetched = self.is_fetched.load();
+    if (is_fetched) wake(self.is_inside);
+    return !is_fetched;
 }
 
-// Waits for a shift, and for its jobs.
+// Until a pass calls, which none does within `rest_ns`.
+void sleep_until_called(Helper &self, int64_t rest_ns) {
+    self.rest_until_ns.store(now_ns() + rest_ns);
+    self.is_called.store(0);
+    self.is_asleep.store(1);
+    crew.num_asleep.fetch_add(1);
+    while (!self.is_called.load()) sleep_while(self.is_called, 0);
+    crew.num_asleep.fetch_sub(1);
+    self.is_asleep.store(0);
+}
+
+// Wakes those who sleep and whose cores nobody wants: one that is awake on a busy core is in others' way even if it does
+// nothing.
+void call_helpers() {
+    if (crew.num_asleep.load() == 0) return;
+    const int64_t ns = now_ns();
+    if (ns - crew.last_call_ns.load() < CALL_NS) return;
+    crew.last_call_ns.store(ns);
+    for (auto &helper : crew.helpers) {
+        if (!helper->is_asleep.load() || helper->is_called.load() || ns < helper->rest_until_ns.load()) continue;
+        if (helper->core >= 0 && board().is_wanted(helper->core)) continue;
+        helper->is_called.store(1);
+        wake(helper->is_called);
+    }
+}
+
+// Whether a helper's core is free. A borrowed one is, when no other worker wants it and the helper has been there for
+// PROBE_NS without standing still; until it stands still.
+class Loan {
+  public:
+    explicit Loan(Helper &self) : self(self) {}
+
+    bool is_free() const { return self.core < 0 || (is_trusted && !board().is_wanted(self.core)); }
+
+    // To be called again and again while the helper does nothing else; sleeps where the core is wanted.
+    void watch() {
+        if (self.core < 0) return;
+        const int64_t ns = now_ns();
+        if (ns - last_ns > GAP_NS) return give_back();
+        if (board().is_wanted(self.core)) return rest(0);
+        last_ns = ns;
+        if (is_trusted || ns - since_ns < PROBE_NS) return;
+        is_trusted = true;
+        rest_ns = MIN_REST_NS;
+    }
+
+    // The core was lost.
+    void give_back() {
+        rest(rest_ns);
+        rest_ns = std::min(2 * rest_ns, MAX_REST_NS);
+    }
+
+    void rest(int64_t ns) {
+        sleep_until_called(self, ns);
+        is_trusted = false, since_ns = last_ns = now_ns();
+    }
+
+    // After a time that says nothing about the core.
+    void go_on() { last_ns = now_ns(); }
+
+  private:
+    Helper &self;
+    bool is_trusted = false;
+    int64_t since_ns = 0, last_ns = 0, rest_ns = MIN_REST_NS;
+};
+
+// Waits for passes, and for their jobs.
 void help(Helper &self) {
     self.thread.store(static_cast<pid_t>(syscall(SYS_gettid)));
     if (self.core >= 0) {
         const sched_param none{};
         if (sched_setscheduler(0, SCHED_IDLE, &none) != 0 || !move_to(0, self.core)) return;
     }
-    int64_t seen = 0, idle_since_ns = now_ns();
+    Loan loan(self);
+    loan.rest(0);
+    int64_t seen = 0, idle_since_ns = 0;
     for (int spins = 0;; spins++) {
         const int64_t job = crew.job.load(std::memory_order_acquire);
-        if (job % 2 == 1 && job != seen) {
+        if (job % 2 == 1 && job != seen && loan.is_free()) {
             seen = job;
-            join_job(self, job);
+            if (join_job(self, job))
+                loan.go_on();
+            else
+                loan.give_back();
             continue;
         }
         pause_briefly();
+        if (spins % SPINS != 0) continue;
+        loan.watch();
         if (crew.num_shifts.load() > 0) {
             idle_since_ns = 0;
-        } else if (spins % SPINS == 0) {
-            if (idle_since_ns == 0) idle_since_ns = now_ns();
-            if (now_ns() - idle_since_ns < LINGER_NS) continue;
-            crew.num_asleep.fetch_add(1);
-            sleep_while(crew.num_shifts, 0);
-            crew.num_asleep.fetch_sub(1);
+        } else if (idle_since_ns == 0) {
+            idle_since_ns = now_ns();
+        } else if (now_ns() - idle_since_ns > LINGER_NS) {
+            loan.rest(0);
+            idle_since_ns = 0;
         }
     }
 }
 
-// The helper lost its core, most likely: it may have this one as long as the owner waits.
+// The helper lost its core, most likely: it may have this one, with a priority like the owner's (where the system allows
+// that), as long as the owner waits.
 void fetch(Helper &helper) {
-    cpu_set_t own;
-    sched_getaffinity(0, sizeof own, &own);
     helper.is_fetched.store(1);
     const pid_t thread = helper.thread.load();
-    if (helper.core >= 0) sched_setaffinity(thread, sizeof own, &own);
+    const sched_param none{};
+    cpu_set_t own;
+    sched_getaffinity(0, sizeof own, &own);
+    if (helper.core >= 0) {
+        sched_setscheduler(thread, SCHED_OTHER, &none);
+        sched_setaffinity(thread, sizeof own, &own);
+    }
     while (helper.is_inside.load()) sleep_while(helper.is_inside, 1);
-    if (helper.core >= 0) move_to(thread, helper.core);
+    if (helper.core >= 0) {
+        sched_setscheduler(thread, SCHED_IDLE, &none);
+        move_to(thread, helper.core);
+    }
     helper.is_fetched.store(0);
     crew.num_fetched.fetch_add(1);
 }
@@ -140,10 +277,11 @@ void run_pieces(int64_t count, Piece piece, void *body) {
         for (int64_t index = 0; index < count; index++) piece(body, index);
         return;
     }
+    call_helpers();
     crew.piece = piece, crew.body = body, crew.count = count;
     crew.next.store(0);
     crew.job.fetch_add(1);
-    work();
+    work(false);
     crew.job.fetch_add(1);
     for (auto &helper : crew.helpers)
         if (helper->is_inside.load()) await(*helper);
@@ -153,7 +291,6 @@ void run_pieces(int64_t count, Piece piece, void *body) {
 Shift::Shift() {
     if (crew.helpers.empty()) return;
     crew.num_shifts.fetch_add(1);
-    if (crew.num_asleep.load() > 0) wake(crew.num_shifts);
 }
 
 Shift::~Shift() {

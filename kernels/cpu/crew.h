@@ -2,8 +2,9 @@
 //
 // Whoever runs the pass owns the crew for that time. It opens a *job* of numbered pieces, takes pieces like everyone
 // else, and goes on when all are done. Helpers on the process's own cores are its equals. Helpers on *borrowed* cores
-// run only while nobody else wants those (SCHED_IDLE); one that loses its core in the middle of a piece is moved to the
-// owner's, which waits there for the rest of that piece: no borrowed core can hold up a pass for longer.
+// run only while nobody else wants those (SCHED_IDLE), and take no work before they have seen that this is so for a while.
+// One that loses its core in the middle of a piece is moved to the owner's, which waits there for the rest of that piece:
+// no borrowed core can hold up a pass for longer.
 #pragma once
 
 #include <algorithm>
