@@ -14,7 +14,11 @@ RAGGED = {
     "one": [(0, 1)],
     "edges": [(0, 15), (0, 16), (0, 17), (14, 1), (15, 1), (16, 1), (32, 1)],
     "chunks": [(0, 33), (7, 9), (31, 5), (40, 1)],
+    "tiles": [(0, 70), (130, 66), (90, 1)],
+    "steps": [(0, 1), (14, 1), (15, 1), (16, 1), (90, 1)],
 }
+SPLITS = [(0, 1), (254, 1), (255, 1), (256, 1), (4199, 1), (600, 1)]
+"""Decode steps about the ends of splits, one with more of them than are merged at a time."""
 
 
 def moved(part):
@@ -23,6 +27,12 @@ def moved(part):
     if isinstance(part, Caches | Ragged | Rope | TokenSlots):
         return type(part)(*(moved(item) for item in part))
     return part
+
+
+def assert_same(actual, expected):
+    """To the bit on a GPU; the interpreter's products are numpy's, whose sums may depend on where operands lie."""
+    tolerance = 0.0 if actual.is_cuda else 1e-6
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @DTYPES
@@ -41,15 +51,38 @@ def test_attention_over_blocks_that_are_no_power_of_two(attention_case, near):
     )
 
 
+@DTYPES
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 64), ((3, 1), 24)])
+def test_decode_attention_over_many_splits(attention_case, near, heads, head_dim, dtype):
+    case = attention_case(SPLITS, heads, head_dim, dtype=dtype)
+    actual = triton_bodies.paged_attention(*(moved(part) for part in case))
+    near(actual.cpu(), reference.paged_attention(*case))
+
+
+def test_a_decode_step_is_the_same_in_any_batch_and_under_any_table(attention_case):
+    query, caches, ragged, scale = attention_case(SPLITS, (4, 2))
+    whole = triton_bodies.paged_attention(*(moved(part) for part in (query, caches, ragged, scale)))
+    for seq, (cached, _) in enumerate(SPLITS):
+        table = ragged.block_tables[seq : seq + 1, : cached // 16 + 1].contiguous()
+        own = Ragged(ragged.query_starts[:2], ragged.context_lens[seq : seq + 1], table)
+        parts = (query[seq : seq + 1], caches, own, scale)
+        assert_same(triton_bodies.paged_attention(*(moved(part) for part in parts)), whole[seq : seq + 1])
+
+
+def test_a_row_of_padding_attends_to_nothing(attention_case):
+    query, caches, ragged, scale = attention_case([(40, 1), (300, 1)], (4, 2))
+    ragged = ragged._replace(context_lens=torch.tensor([41, 0], dtype=torch.int32))
+    actual = triton_bodies.paged_attention(*(moved(part) for part in (query, caches, ragged, scale)))
+    assert actual[0].isfinite().all()
+    assert not actual[1].any()
+
+
 def test_a_row_is_the_same_in_any_chunking(attention_case):
     query, caches, ragged, scale = attention_case([(0, 50)])
     whole = triton_bodies.paged_attention(*(moved(part) for part in (query, caches, ragged, scale)))
     chunk = Ragged(torch.tensor([0, 13], dtype=torch.int32), ragged.context_lens, ragged.block_tables)
     part = triton_bodies.paged_attention(*(moved(item) for item in (query[-13:], caches, chunk, scale)))
-    if part.is_cuda:
-        assert torch.equal(part, whole[-13:])
-    else:  # the interpreter's products are numpy's, whose sums may depend on where the operands lie
-        torch.testing.assert_close(part, whole[-13:], rtol=1e-6, atol=1e-6)
+    assert_same(part, whole[-13:])
 
 
 @DTYPES
