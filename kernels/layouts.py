@@ -63,3 +63,12 @@ class TokenSlots(NamedTuple):
 
     positions: Tensor  # [T] int64
     slot_mapping: Tensor  # [T] int64: block_id * block_size + offset
+
+
+class RowChoices(NamedTuple):
+    """What decides R tokens beside their logits."""
+
+    temperatures: Tensor  # [R] float32; 0 is greedy
+    top_ks: Tensor  # [R] int64; 0 is no limit
+    top_ps: Tensor  # [R] float64; 1 is no limit
+    keys: Tensor  # [R] int64, of kernels.gumbel

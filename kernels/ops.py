@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.cpu import bodies as native
-from kernels.layouts import Caches, Ragged, Rope, TokenSlots
+from kernels.layouts import Caches, Ragged, Rope, RowChoices, TokenSlots
 
 
 class Bodies(Protocol):
@@ -83,3 +83,15 @@ def gumbel_argmax(scaled: Tensor, keys: Tensor) -> Tensor:
     assert scaled.is_contiguous() and scaled.dtype is torch.float32, (scaled.stride(), scaled.dtype)
     assert keys.shape == scaled.shape[:1] and keys.dtype is torch.int64 and keys.is_contiguous(), keys
     return bodies_for(scaled).gumbel_argmax(scaled, keys)
+
+
+def draw_tokens(logits: Tensor, choices: RowChoices) -> Tensor:
+    """logits [R, V] float32 -> [3, R] int32: the tokens, the bits of their float32 log-probabilities, and 1 where the
+    row was finite. Where it was not, the token is 0. For GPU tensors; its twin on a CPU is engine.sampler."""
+    from kernels import triton_sampling
+
+    assert logits.is_contiguous() and logits.dtype is torch.float32, (logits.stride(), logits.dtype)
+    dtypes = (torch.float32, torch.int64, torch.float64, torch.int64)
+    assert tuple(part.dtype for part in choices) == dtypes, choices
+    assert all(part.shape == logits.shape[:1] and part.is_contiguous() for part in choices), choices
+    return triton_sampling.draw_tokens(logits, choices)

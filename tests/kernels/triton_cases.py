@@ -1,9 +1,13 @@
 """The Triton bodies against the reference. Not collected by itself: test_triton.py runs it in a process of its own,
 under the interpreter where there is no GPU."""
 
+import numpy as np
 import pytest
 import torch
 
+from core.sampling import SamplingParams
+from engine.device_sampler import sample_on_device
+from engine.sampler import SamplingBatch, sample
 from kernels import reference, triton_bodies
 from kernels.layouts import Caches, Ragged, Rope, TokenSlots
 from kernels.triton_runtime import IS_INTERPRETED
@@ -112,3 +116,64 @@ def test_norms(near, shape, dtype):
 def test_silu_mul(near, dtype):
     gate_up = (4 * torch.randn(3, 2 * 1100)).to(dtype)
     near(triton_bodies.silu_mul(moved(gate_up)).cpu(), reference.silu_mul(gate_up))
+
+
+VOCAB = 9000
+"""More than two chunks of triton_sampling."""
+VARIANTS = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.7},
+    {"top_k": 1},
+    {"top_k": 40, "temperature": 1.3},
+    {"top_p": 0.9},
+    {"top_p": 0.999, "temperature": 3.0},
+    {"top_p": 0.3, "top_k": 500, "temperature": 5.0},
+    {"top_p": 1e-9},
+    {"top_k": VOCAB + 5},
+    {"top_k": VOCAB - 1, "top_p": 0.99, "temperature": 100.0},
+]
+
+
+def sampling_batch(num_rows, seed=0):
+    rows = [
+        (SamplingParams(1, **VARIANTS[row % len(VARIANTS)]), seed + row, 3 * row) for row in range(num_rows)
+    ]
+    return SamplingBatch.build(rows)
+
+
+def assert_draws_are_those_of_the_sampler(logits, requests):
+    actual, expected = sample_on_device(moved(logits), requests), sample(logits, requests)
+    assert actual.is_valid.tolist() == expected.is_valid.tolist()
+    assert actual.token_ids.tolist() == expected.token_ids.tolist()
+    finite = expected.is_valid
+    np.testing.assert_allclose(actual.logprobs[finite], expected.logprobs[finite], rtol=1e-5, atol=1e-5)
+    assert [part.dtype for part in actual] == [part.dtype for part in expected]
+
+
+def test_draws():
+    logits = torch.randn(22, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
+    assert_draws_are_those_of_the_sampler(logits, sampling_batch(22, 2**64 - 40))
+
+
+def test_draws_of_ties():
+    """Few distinct values: limits fall among equals, which all stay allowed; greedy takes the first."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randint(0, 6, (22, VOCAB), generator=generator).float()
+    logits[11:, 5:] = -torch.inf
+    assert_draws_are_those_of_the_sampler(logits, sampling_batch(22))
+
+
+def test_draws_from_rows_that_are_not_finite():
+    logits = torch.randn(4, len(VARIANTS), 50, generator=torch.Generator().manual_seed(4))
+    logits[1, :, 7] = torch.nan
+    logits[2, :, 7] = torch.inf
+    logits[3] = -torch.inf
+    with np.errstate(invalid="ignore"):  # in the interpreter
+        assert_draws_are_those_of_the_sampler(logits.flatten(0, 1), sampling_batch(4 * len(VARIANTS)))
+
+
+def test_noise_is_that_of_every_other_body():
+    """Equal logits: the noise alone decides."""
+    rows = SamplingBatch.build([(SamplingParams(1), 11, position) for position in range(150)])
+    assert_draws_are_those_of_the_sampler(torch.zeros(150, 300), rows)

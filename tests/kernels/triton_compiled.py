@@ -5,22 +5,32 @@ from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from kernels import triton_attention, triton_decode_attention, triton_elementwise
+from kernels import triton_attention, triton_decode_attention, triton_elementwise, triton_sampling
 from kernels.triton_attention_keys import key_tile
 
 SHARED_BYTES = 227 * 1024  # what one program of an sm_90 may have
 ROPE = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HALF": 32, "PADDED_HALF": 32, "BLOCK_SIZE": 16, "HAS_NORM": True}
 TYPES = {
-    "*i32": ("query_starts", "context_lens", "block_tables"),
-    "*i64": ("positions", "slot_mapping"),
-    "*fp32": ("cos_sin", "partial", "peaks", "totals"),
+    "*i32": ("query_starts", "context_lens", "block_tables", "limits", "tokens", "packed"),
+    "*i64": ("positions", "slot_mapping", "top_ks", "keys"),
+    "*fp32": ("cos_sin", "partial", "peaks", "totals", "logits", "temperatures", "best"),
+    "*fp64": ("top_ps", "sums"),
     "i64": ("block_stride", "head_stride"),
-    "i32": ("num_seqs", "max_blocks", "num_heads", "num_columns", "num_splits", "width"),
+    "i32": (
+        "num_seqs",
+        "max_blocks",
+        "num_heads",
+        "num_columns",
+        "num_splits",
+        "width",
+        "vocab_size",
+        "num_chunks",
+    ),
     "fp32": ("scale", "eps"),
 }
 
 
-def compile_kernel(kernel, constants, element):
+def compile_kernel(kernel, constants, element=None):
     """Arguments that TYPES does not name point to elements of the model's type."""
     signature = dict.fromkeys(kernel.arg_names, element)
     for kind, names in TYPES.items():
@@ -28,8 +38,10 @@ def compile_kernel(kernel, constants, element):
     signature |= dict.fromkeys(constants, "constexpr")
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     compiled = compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))
-    assert ".target sm_90" in compiled.asm["ptx"], kernel
+    ptx = compiled.asm["ptx"]
+    assert ".target sm_90" in ptx, kernel
     assert compiled.metadata.shared <= SHARED_BYTES, (kernel, constants, compiled.metadata.shared)
+    return ptx
 
 
 def compile_attention(dtype, dot_type, head_dim):
@@ -49,7 +61,16 @@ def compile_elementwise(element):
     compile_kernel(triton_elementwise._silu_mul, {"BLOCK": 1024}, element)
 
 
+def compile_sampling():
+    """Every argument has a type of its own. Noise needs a logarithm that is right near 1."""
+    compile_kernel(triton_sampling._find_limits, {"CHUNK": 4096})
+    draw = compile_kernel(triton_sampling._draw_chunk, {"CHUNK": 4096})
+    assert "lg2.approx" not in draw and "div.full" not in draw
+    compile_kernel(triton_sampling._choose, {"CHUNKS": 32})
+
+
 for dtype, dot_type in ((torch.bfloat16, tl.bfloat16), (torch.float32, tl.float32)):
     compile_attention(dtype, dot_type, 128)
     compile_elementwise(f"*{dot_type.name}")
 compile_attention(torch.bfloat16, tl.bfloat16, 64)
+compile_sampling()
