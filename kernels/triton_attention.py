@@ -84,7 +84,7 @@ def _sequence_of(query_starts, tile, num_seqs, QUERIES: tl.constexpr):
     return low - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "max_blocks"])
 def _attention(
     query,  # [T, H, D]
     k_cache,  # [num_blocks, Hkv, BLOCK_SIZE, D], strided

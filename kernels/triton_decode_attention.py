@@ -75,7 +75,7 @@ def decode_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float
     return output
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_blocks", "num_splits"])
 def _attend_split(
     query,  # [S, H, D]
     k_cache,  # [num_blocks, Hkv, BLOCK_SIZE, D], strided
@@ -139,7 +139,7 @@ def _attend_split(
     tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], acc, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits(
     partial,  # [S, H, num_splits, D] float32
     peaks,  # [S, H, num_splits] float32

@@ -9,7 +9,7 @@ from core.sampling import SamplingParams
 from engine.device_sampler import sample_on_device
 from engine.sampler import SamplingBatch, sample
 from kernels import reference, triton_bodies
-from kernels.layouts import Caches, Ragged, Rope, TokenSlots
+from kernels.layouts import PADDING_SLOT, Caches, Ragged, Rope, TokenSlots
 from kernels.triton_runtime import IS_INTERPRETED
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -73,11 +73,11 @@ def test_a_decode_step_is_the_same_in_any_batch_and_under_any_table(attention_ca
         assert_same(triton_bodies.paged_attention(*(moved(part) for part in parts)), whole[seq : seq + 1])
 
 
-def test_a_row_of_padding_attends_to_nothing(attention_case):
+def test_a_row_of_padding_attends_to_nothing(attention_case, near):
     query, caches, ragged, scale = attention_case([(40, 1), (300, 1)], (4, 2))
     ragged = ragged._replace(context_lens=torch.tensor([41, 0], dtype=torch.int32))
     actual = triton_bodies.paged_attention(*(moved(part) for part in (query, caches, ragged, scale)))
-    assert actual[0].isfinite().all()
+    near(actual.cpu(), reference.paged_attention(query, caches, ragged, scale))
     assert not actual[1].any()
 
 
@@ -98,6 +98,17 @@ def test_rope_and_cache(rope_case, near, num_tokens, head_dim, has_norm, dtype):
     near(triton_bodies.rope_and_cache(*actual_parts).cpu(), reference.rope_and_cache(*expected))
     for written, wanted in zip(actual_parts[-1], expected.caches, strict=True):
         near(written.cpu(), wanted)
+
+
+def test_a_row_of_padding_is_stored_nowhere(rope_case, near):
+    expected, actual = (rope_case(5) for _ in range(2))
+    for case in (expected, actual):
+        case.slots.slot_mapping[2] = PADDING_SLOT
+    parts = [moved(part) for part in actual]
+    near(triton_bodies.rope_and_cache(*parts).cpu(), reference.rope_and_cache(*expected))
+    for written, wanted in zip(parts[-1], expected.caches, strict=True):
+        near(written.cpu(), wanted)
+        assert (~wanted.isnan()).sum() == 4 * 3 * 64
 
 
 @DTYPES
