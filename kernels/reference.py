@@ -109,3 +109,13 @@ def _attend_tile(q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
         peak = new_peak
     result = (acc / total).view(num_kv_heads, group, QUERY_TILE, head_dim).permute(2, 0, 1, 3)
     return result.reshape(QUERY_TILE, num_heads, head_dim)[:num_rows]
+
+
+def gather_blocks(pool: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    """staging[i] = pool[block_ids[i]]."""
+    torch.index_select(pool, 0, block_ids, out=staging)
+
+
+def scatter_blocks(staging: Tensor, block_ids: Tensor, pool: Tensor) -> None:
+    """pool[block_ids[i]] = staging[i]."""
+    pool.index_copy_(0, block_ids, staging)

@@ -5,14 +5,20 @@ from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from kernels import triton_attention, triton_decode_attention, triton_elementwise, triton_sampling
+from kernels import (
+    triton_attention,
+    triton_blocks,
+    triton_decode_attention,
+    triton_elementwise,
+    triton_sampling,
+)
 from kernels.triton_attention_keys import key_tile
 
 SHARED_BYTES = 227 * 1024  # what one program of an sm_90 may have
 ROPE = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HALF": 32, "PADDED_HALF": 32, "BLOCK_SIZE": 16, "HAS_NORM": True}
 TYPES = {
     "*i32": ("query_starts", "context_lens", "block_tables", "limits", "tokens", "packed"),
-    "*i64": ("positions", "slot_mapping", "top_ks", "keys"),
+    "*i64": ("positions", "slot_mapping", "top_ks", "keys", "block_ids"),
     "*fp32": ("cos_sin", "partial", "peaks", "totals", "logits", "temperatures", "best"),
     "*fp64": ("top_ps", "sums"),
     "i64": ("block_stride", "head_stride"),
@@ -73,4 +79,6 @@ for dtype, dot_type in ((torch.bfloat16, tl.bfloat16), (torch.float32, tl.float3
     compile_attention(dtype, dot_type, 128)
     compile_elementwise(f"*{dot_type.name}")
 compile_attention(torch.bfloat16, tl.bfloat16, 64)
+for gathers in (True, False):
+    compile_kernel(triton_blocks._copy_blocks, {"CHUNK": 2048, "GATHERS": gathers}, "*i16")
 compile_sampling()
