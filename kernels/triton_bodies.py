@@ -1,6 +1,6 @@
 """Every operation's body for GPU tensors under one name. Importing it imports triton.
 
-The Gumbel choice is torch's: it runs once a step on rows that are few.
+The Gumbel choice is torch's: an engine on a GPU draws with kernels.triton_sampling instead.
 """
 
 from kernels.reference import gumbel_argmax
