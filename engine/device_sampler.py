@@ -17,5 +17,5 @@ def sample_on_device(logits: Tensor, requests: SamplingBatch) -> SampledTokens:
     assert logits.shape[0] == len(requests), (logits.shape, len(requests))
     arrays = (requests.temperatures, requests.top_ks, requests.top_ps, requests.keys)
     choices = stage([torch.from_numpy(array) for array in arrays], logits.device)
-    tokens, logprobs, is_valid = ops.draw_tokens(logits.contiguous(), RowChoices(*choices)).cpu().numpy()
+    tokens, logprobs, is_valid = ops.sample_packed(logits.contiguous(), RowChoices(*choices)).cpu().numpy()
     return SampledTokens(tokens.astype(np.int64), logprobs.view(np.float32), is_valid.astype(np.bool_))

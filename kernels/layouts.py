@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 PADDING_SLOT = -1
+"""Of a row that only fills a batch up: what it computes is stored nowhere, and over a context of 0 it attends to
+nothing. The native CPU bodies, which nobody gives any, do not know such rows."""
 
 
 class Ragged(NamedTuple):
     """Where each of S sequences' queries and blocks are. The new tokens are the last ones of the context."""
 
     query_starts: Tensor  # [S+1] int32: sequence s owns query rows query_starts[s]:query_starts[s+1]
-    context_lens: (
-        Tensor  # [S] int32: cached + new tokens; 0 (padding, not for the native bodies) attends to nothing
-    )
+    context_lens: Tensor  # [S] int32: cached + new tokens; 0 is padding, as PADDING_SLOT is
     block_tables: Tensor  # [S, max_blocks] int32
 
     def check(self) -> None:
@@ -63,11 +63,10 @@ class Rope(NamedTuple):
 
 
 class TokenSlots(NamedTuple):
-    """Where T tokens stand in their sequences and in the cache. PADDING_SLOT marks rows that only fill a batch up;
-    the native CPU bodies, which nobody gives any, do not know it."""
+    """Where T tokens stand in their sequences and in the cache."""
 
     positions: Tensor  # [T] int64
-    slot_mapping: Tensor  # [T] int64: block_id * block_size + offset, or PADDING_SLOT: stored nowhere
+    slot_mapping: Tensor  # [T] int64: block_id * block_size + offset, or PADDING_SLOT
 
 
 class RowChoices(NamedTuple):

@@ -85,7 +85,7 @@ def gumbel_argmax(scaled: Tensor, keys: Tensor) -> Tensor:
     return bodies_for(scaled).gumbel_argmax(scaled, keys)
 
 
-def draw_tokens(logits: Tensor, choices: RowChoices) -> Tensor:
+def sample_packed(logits: Tensor, choices: RowChoices) -> Tensor:
     """logits [R, V] float32 -> [3, R] int32: the tokens, the bits of their float32 log-probabilities, and 1 where the
     row was finite. Where it was not, the token is 0. For GPU tensors; its twin on a CPU is engine.sampler."""
     from kernels import triton_sampling
@@ -94,7 +94,7 @@ def draw_tokens(logits: Tensor, choices: RowChoices) -> Tensor:
     dtypes = (torch.float32, torch.int64, torch.float64, torch.int64)
     assert tuple(part.dtype for part in choices) == dtypes, choices
     assert all(part.shape == logits.shape[:1] and part.is_contiguous() for part in choices), choices
-    return triton_sampling.draw_tokens(logits, choices)
+    return triton_sampling.sample_packed(logits, choices)
 
 
 def gather_blocks(pool: Tensor, block_ids: Tensor, staging: Tensor) -> None:

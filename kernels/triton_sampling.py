@@ -30,7 +30,7 @@ _INFINITE = tl.constexpr(0x7F800000)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
-def draw_tokens(logits: Tensor, choices: RowChoices) -> Tensor:
+def sample_packed(logits: Tensor, choices: RowChoices) -> Tensor:
     """[3, R] int32, as kernels.ops says."""
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, CHUNK)
