@@ -68,42 +68,40 @@ class SamplingBatch:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def is_limited(self, vocab_size: int) -> npt.NDArray[np.bool_]:
+        """[R]: whether a row is drawn, from fewer tokens than all."""
+        has_k = (self.top_ks > 0) & (self.top_ks < vocab_size)
+        return (self.temperatures > 0) & (has_k | (self.top_ps < 1.0))
+
 
 @torch.inference_mode()
 def sample(logits: Tensor, requests: SamplingBatch) -> SampledTokens:
     """logits [R, V] float32, not changed; row r belongs to requests' row r."""
     assert logits.shape[0] == len(requests), (logits.shape, len(requests))
     assert logits.dtype is torch.float32, logits.dtype
-    logits = logits.contiguous()
-    peaks, tokens = logits.max(dim=-1)
-    is_valid = torch.isfinite(peaks)
-    drawn = np.flatnonzero((requests.temperatures > 0) & is_valid.cpu().numpy())
-    if drawn.size:
-        rows = torch.from_numpy(drawn).to(logits.device)
-        tokens[rows] = _draw(logits[rows], peaks[rows], requests, drawn)
-    tokens = torch.where(is_valid, tokens, 0)
-    shifted = logits - peaks[:, None]
-    chosen = shifted.gather(1, tokens[:, None])[:, 0].double()
-    logprobs = (chosen - shifted.exp_().sum(-1, dtype=torch.float64).log()).float()
+    logits, device = logits.contiguous(), logits.device
+    is_limited = requests.is_limited(logits.shape[1])
+    temperatures = np.where(is_limited, np.float32(0), requests.temperatures)
+    drawn = ops.draw_tokens(
+        logits, torch.from_numpy(temperatures).to(device), torch.from_numpy(requests.keys).to(device)
+    )
+    tokens, is_valid = drawn.tokens, torch.isfinite(drawn.peaks)
+    limited = np.flatnonzero(is_limited & is_valid.cpu().numpy()) if is_limited.any() else []
+    if len(limited):
+        rows = torch.from_numpy(limited).to(device)
+        tokens[rows] = _draw_rows(logits[rows], drawn.peaks[rows], requests, limited)
+    chosen = (logits.gather(1, tokens[:, None])[:, 0] - drawn.peaks).double()
+    logprobs = (chosen - drawn.totals.log()).float()
     return SampledTokens(tokens.cpu().numpy(), logprobs.cpu().numpy(), is_valid.cpu().numpy())
 
 
-def _draw(logits: Tensor, peaks: Tensor, requests: SamplingBatch, rows: npt.NDArray[np.intp]) -> Tensor:
-    """Tokens [r] for the given rows of the batch; logits [r, V] and peaks [r] are already those rows'."""
-    device = logits.device
-    temperatures = torch.from_numpy(requests.temperatures[rows]).to(device)
-    keys = torch.from_numpy(requests.keys[rows]).to(device)
-    scaled = (logits - peaks[:, None]) / temperatures[:, None]
-    tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
-    top_ks, top_ps = requests.top_ks[rows], requests.top_ps[rows]
-    is_limited = ((top_ks > 0) & (top_ks < logits.shape[1])) | (top_ps < 1.0)
-    free, limited = (torch.from_numpy(np.flatnonzero(mask)).to(device) for mask in (~is_limited, is_limited))
-    if free.numel():
-        tokens[free] = ops.gumbel_argmax(scaled[free], keys[free])
-    if limited.numel():
-        ks, ps = (torch.from_numpy(values[is_limited]).to(device) for values in (top_ks, top_ps))
-        tokens[limited] = _draw_limited(scaled[limited], ks, ps, keys[limited])
-    return tokens
+def _draw_rows(logits: Tensor, peaks: Tensor, requests: SamplingBatch, rows: npt.NDArray[np.intp]) -> Tensor:
+    """Tokens [r] for those rows of the batch, each with limits; logits [r, V] and peaks [r] are already theirs."""
+    temperatures, top_ks, top_ps, keys = (
+        torch.from_numpy(values[rows]).to(logits.device)
+        for values in (requests.temperatures, requests.top_ks, requests.top_ps, requests.keys)
+    )
+    return _draw_limited((logits - peaks[:, None]) / temperatures[:, None], top_ks, top_ps, keys)
 
 
 def _draw_limited(scaled: Tensor, top_ks: Tensor, top_ps: Tensor, keys: Tensor) -> Tensor:

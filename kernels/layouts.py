@@ -76,3 +76,12 @@ class RowChoices(NamedTuple):
     top_ks: Tensor  # [R] int64; 0 is no limit
     top_ps: Tensor  # [R] float64; 1 is no limit
     keys: Tensor  # [R] int64, of kernels.gumbel
+
+
+class Drawn(NamedTuple):
+    """A token for each of R rows of logits, and what its probability follows from: the logarithm of a token's is
+    logit - peak - log(total)."""
+
+    tokens: Tensor  # [R] int64
+    peaks: Tensor  # [R] float32: the largest logit; NaN where a logit is NaN
+    totals: Tensor  # [R] float64: the sum of e^(logit - peak); means nothing where the peak is not finite

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.cpu import bodies as native
-from kernels.layouts import Caches, Ragged, Rope, RowChoices, TokenSlots
+from kernels.layouts import Caches, Drawn, Ragged, Rope, RowChoices, TokenSlots
 
 
 class Bodies(Protocol):
@@ -22,7 +22,7 @@ class Bodies(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
     def rope_and_cache(self, qkv: Tensor, rope: Rope, slots: TokenSlots, caches: Caches) -> Tensor: ...
     def paged_attention(self, query: Tensor, caches: Caches, ragged: Ragged, scale: float) -> Tensor: ...
-    def gumbel_argmax(self, scaled: Tensor, keys: Tensor) -> Tensor: ...
+    def draw_tokens(self, logits: Tensor, temperatures: Tensor, keys: Tensor) -> Drawn: ...
 
 
 def bodies_for(x: Tensor) -> Bodies:
@@ -77,12 +77,14 @@ def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float)
     return bodies_for(query).paged_attention(query, caches, ragged, scale)
 
 
-def gumbel_argmax(scaled: Tensor, keys: Tensor) -> Tensor:
-    """scaled [R, V] float32 without NaN, keys [R] int64 -> the column [R] of the largest scaled + noise
-    (kernels.gumbel)."""
-    assert scaled.is_contiguous() and scaled.dtype is torch.float32, (scaled.stride(), scaled.dtype)
-    assert keys.shape == scaled.shape[:1] and keys.dtype is torch.int64 and keys.is_contiguous(), keys
-    return bodies_for(scaled).gumbel_argmax(scaled, keys)
+def draw_tokens(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Drawn:
+    """logits [R, V] float32, temperatures [R] float32 (0: the largest logit), keys [R] int64 -> for each row the
+    token with the largest (logit - peak) / temperature + noise (kernels.gumbel), the lowest of equals; 0 where the
+    peak is not finite."""
+    assert logits.is_contiguous() and logits.dtype is torch.float32, (logits.stride(), logits.dtype)
+    assert temperatures.shape == logits.shape[:1] and temperatures.dtype is torch.float32, temperatures
+    assert keys.shape == logits.shape[:1] and keys.dtype is torch.int64 and keys.is_contiguous(), keys
+    return bodies_for(logits).draw_tokens(logits, temperatures, keys)
 
 
 def sample_packed(logits: Tensor, choices: RowChoices) -> Tensor:

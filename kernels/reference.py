@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.gumbel import gumbel_choice
-from kernels.layouts import Caches, Ragged, Rope, TokenSlots
+from kernels.layouts import Caches, Drawn, Ragged, Rope, TokenSlots
 
 QUERY_TILE = 16
 KEY_TILE = 128
@@ -55,10 +55,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
-def gumbel_argmax(scaled: Tensor, keys: Tensor) -> Tensor:
-    """scaled [R, V] float32, keys [R] int64 -> the column [R] of the largest scaled + kernels.gumbel noise."""
-    ids = torch.arange(scaled.shape[1], device=scaled.device)
-    return gumbel_choice(scaled, ids.expand(scaled.shape[0], -1), keys)
+def draw_tokens(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Drawn:
+    peaks, tokens = logits.max(dim=-1)
+    is_valid = torch.isfinite(peaks)
+    shifted = logits - peaks[:, None]
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    drawn = torch.nonzero((temperatures > 0) & is_valid)[:, 0]
+    scaled = shifted[drawn] / temperatures[drawn, None]
+    tokens[drawn] = gumbel_choice(scaled, ids.expand(len(drawn), -1), keys[drawn])
+    return Drawn(torch.where(is_valid, tokens, 0), peaks, shifted.exp_().sum(-1, dtype=torch.float64))
 
 
 def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float) -> Tensor:

@@ -1,10 +1,10 @@
 """Every operation's body for GPU tensors under one name. Importing it imports triton.
 
-The Gumbel choice is torch's: an engine on a GPU draws with kernels.triton_sampling instead.
+Drawing tokens is torch's: an engine on a GPU samples with kernels.triton_sampling instead.
 """
 
-from kernels.reference import gumbel_argmax
+from kernels.reference import draw_tokens
 from kernels.triton_attention import paged_attention
 from kernels.triton_elementwise import add_rms_norm, rms_norm, rope_and_cache, silu_mul
 
-__all__ = ["add_rms_norm", "gumbel_argmax", "paged_attention", "rms_norm", "rope_and_cache", "silu_mul"]
+__all__ = ["add_rms_norm", "draw_tokens", "paged_attention", "rms_norm", "rope_and_cache", "silu_mul"]

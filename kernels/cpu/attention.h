@@ -6,6 +6,8 @@
 //
 //     keys  0........31 32.......63 64...   for each tile: K transposed to [D][32], V as rows,
 //     row r [-- seen by r --------)          scores ─► peak, weights ─► acc = acc · decay + weights · V
+//
+// An item of few rows (decode) reads V straight from the cache; for many (a chunk of a prompt) it is widened once.
 
 #pragma once
 
@@ -13,12 +15,20 @@
 #include <cmath>
 #include <vector>
 
-#include "vector.h"
+#include "panel.h"
 
 
 constexpr int KEY_TILE = 32;
 constexpr int QUERY_VECTORS = 64;  // (row, head) pairs of one work item
+constexpr int FEW_VECTORS = 4;     // up to so many, widening values first costs more than it saves
 constexpr int ATTENTION_HEAD_DIM = 512;
+constexpr int64_t LINE = 64;  // bytes
+
+#ifdef __AVX512F__
+constexpr int SCORE_ROWS = 12, VALUE_ROWS = 6, VALUE_WIDTH = 4;  // sums that 32 registers hold
+#else
+constexpr int SCORE_ROWS = 3, VALUE_ROWS = 3, VALUE_WIDTH = 2;  // 16 registers
+#endif
 
 struct AttentionShape {
     int64_t num_seqs, num_heads, num_kv_heads, head_dim, block_size, max_blocks, block_stride, head_stride;
@@ -41,28 +51,88 @@ struct AttentionScratch {
     int num_vectors;
 };
 
-// Fills keys and values from `start` on; lanes past `count` repeat the last key and are masked later.
+// A tile's keys in the cache of one KV head.
 template <typename T>
-void load_tile(AttentionScratch &s, const T *k, const T *v, const int32_t *table, int64_t start, int count, const AttentionShape &shape) {
-    const int64_t D = shape.head_dim;
-    int64_t offsets[KEY_TILE];
-    for (int j = 0; j < KEY_TILE; j++) {
-        const int64_t position = start + std::min(j, count - 1);
-        offsets[j] = table[position / shape.block_size] * shape.block_stride + position % shape.block_size * D;
-    }
-    for (int64_t d = 0; d < D; d += LANES) {
-        for (int half = 0; half < KEY_TILE; half += LANES) {
-            v16 rows[LANES];
-            for (int j = 0; j < LANES; j++) rows[j] = load(k + offsets[half + j] + d);
-            transpose16(rows);
-            for (int lane = 0; lane < LANES; lane++) store(s.keys + (d + lane) * KEY_TILE + half, rows[lane]);
+struct KeyTile {
+    const T *k, *v;
+    int64_t offsets[KEY_TILE];  // of each key's row; past `count` the last key's, masked later
+    int count;
+
+    KeyTile(const T *k, const T *v, const int32_t *table, int64_t start, int64_t end, const AttentionShape &shape)
+        : k(k), v(v), count(static_cast<int>(std::min<int64_t>(KEY_TILE, end - start))) {
+        int64_t block = start / shape.block_size, row = start % shape.block_size;
+        for (int j = 0; j < count; j++) {
+            offsets[j] = table[block] * shape.block_stride + row * shape.head_dim;
+            if (++row == shape.block_size) row = 0, block++;
         }
-        for (int j = 0; j < count; j++) store(s.values + j * D + d, load(v + offsets[j] + d));
+        for (int j = count; j < KEY_TILE; j++) offsets[j] = offsets[count - 1];
+    }
+
+    // Rows of a cache lie in pieces all over the memory: nobody else foresees where the next ones are.
+    void prefetch(int64_t head_dim) const {
+        for (int j = 0; j < count; j++)
+            for (int64_t d = 0; d < head_dim; d += LINE / static_cast<int64_t>(sizeof(T))) {
+                __builtin_prefetch(k + offsets[j] + d);
+                __builtin_prefetch(v + offsets[j] + d);
+            }
+    }
+};
+
+// How a lane of transposed keys becomes numbers: one float, or two in bfloat16.
+template <typename T>
+constexpr int IN_LANE = sizeof(float) / sizeof(T);
+
+template <typename T>
+INLINE lanes key_of(lanes raw, int which) {
+    if constexpr (IN_LANE<T> == 1) return raw;
+    const lane_bits pair = reinterpret_cast<lane_bits>(raw);
+    return reinterpret_cast<lanes>(which == 0 ? pair << 16 : pair & 0xffff0000u);
+}
+
+// Calls body(d, keys) for every d, where `keys` holds the value at d of each of REGISTER keys from `first` on.
+template <typename T, typename Body>
+INLINE void each_dimension(const KeyTile<T> &tile, int first, int64_t D, Body body) {
+    constexpr int WIDTH = REGISTER * IN_LANE<T>;  // what one register reads of a key
+    for (int64_t d = 0; d < D; d += WIDTH) {
+        const int64_t width = std::min<int64_t>(WIDTH, D - d);
+        lanes rows[REGISTER];
+        for (int j = 0; j < REGISTER; j++) {
+            const T *at = tile.k + tile.offsets[first + j] + d;
+            if (WIDTH <= LANES || width == WIDTH) {
+                rows[j] = load_register(reinterpret_cast<const float *>(at));
+            } else {
+                float part[REGISTER] = {};
+                memcpy(part, at, width * sizeof(T));
+                rows[j] = load_register(part);
+            }
+        }
+        transpose(rows);
+#pragma GCC unroll 16
+        for (int lane = 0; lane < REGISTER; lane++) {
+            if (WIDTH > LANES && lane * IN_LANE<T> >= width) break;
+            for (int which = 0; which < IN_LANE<T>; which++)
+                body(d + lane * IN_LANE<T> + which, key_of<T>(rows[lane], which));
+        }
     }
 }
 
+template <typename T>
+void widen_keys(AttentionScratch &s, const KeyTile<T> &tile, int64_t D) {
+    for (int first = 0; first < KEY_TILE; first += REGISTER)
+        each_dimension(tile, first, D, [&](int64_t d, lanes keys) {
+            store_register(s.keys + d * KEY_TILE + first, keys);
+        });
+}
+
+template <typename T>
+void widen_values(AttentionScratch &s, const KeyTile<T> &tile, int64_t D) {
+    for (int j = 0; j < tile.count; j++)
+        for (int64_t d = 0; d < D; d += LANES) store(s.values + j * D + d, load(tile.v + tile.offsets[j] + d));
+}
+
+// Scores of vectors first..first+N from the widened tile.
 template <int N>
-void score(AttentionScratch &s, int first, int64_t D) {
+void score(AttentionScratch &s, int64_t first, int64_t D) {
     v16 acc[N][2] = {};
     for (int64_t d = 0; d < D; d++) {
         const v16 low = load(s.keys + d * KEY_TILE), high = load(s.keys + d * KEY_TILE + LANES);
@@ -78,29 +148,33 @@ void score(AttentionScratch &s, int first, int64_t D) {
     }
 }
 
-// acc[first..first+N][d..d+16C] = acc · decay + weights · values
-template <int N, int C>
-void accumulate(AttentionScratch &s, int first, int64_t d, int count, int64_t D, const float *decay) {
+// acc[first..first+N][d..d+16C] = acc · decay + weights · values; value(j) points to the row of key j.
+template <int N, int C, typename Value>
+INLINE void accumulate(AttentionScratch &s, int64_t first, int64_t d, int count, int64_t D, const float *decay, Value value) {
     v16 acc[N][C];
     for (int i = 0; i < N; i++)
         for (int c = 0; c < C; c++) acc[i][c] = load(s.acc + (first + i) * D + d + c * LANES) * splat(decay[first + i]);
     for (int j = 0; j < count; j++) {
-        v16 value[C];
-        for (int c = 0; c < C; c++) value[c] = load(s.values + j * D + d + c * LANES);
-        for (int i = 0; i < N; i++) {
-            const v16 weight = splat(s.weights[(first + i) * KEY_TILE + j]);
-            for (int c = 0; c < C; c++) acc[i][c] += weight * value[c];
+        const auto *row = value(j) + d;
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+            const v16 part = load(row + c * LANES);
+            for (int i = 0; i < N; i++) acc[i][c] += splat(s.weights[(first + i) * KEY_TILE + j]) * part;
+            asm volatile("" ::: "memory");  // or all reads of this key go first, and push sums out of registers
         }
     }
     for (int i = 0; i < N; i++)
         for (int c = 0; c < C; c++) store(s.acc + (first + i) * D + d + c * LANES, acc[i][c]);
 }
 
-template <int N>
-void accumulate_rows(AttentionScratch &s, int first, int count, int64_t D, const float *decay) {
-    int64_t d = 0;
-    for (; d + 4 * LANES <= D; d += 4 * LANES) accumulate<N, 4>(s, first, d, count, D, decay);
-    for (; d < D; d += LANES) accumulate<N, 1>(s, first, d, count, D, decay);
+template <typename Value>
+INLINE void accumulate_all(AttentionScratch &s, int count, int64_t D, const float *decay, Value value) {
+    by_rows<VALUE_ROWS>(0, s.num_vectors, [&](auto n, int64_t first) {
+        int64_t d = 0;
+        for (; d + VALUE_WIDTH * LANES <= D; d += VALUE_WIDTH * LANES)
+            accumulate<n, VALUE_WIDTH>(s, first, d, count, D, decay, value);
+        for (; d < D; d += LANES) accumulate<n, 1>(s, first, d, count, D, decay, value);
+    });
 }
 
 // Turns scores into weights; returns by how much what was gathered so far shrinks.
@@ -121,16 +195,18 @@ inline float soften(AttentionScratch &s, int i, int64_t start) {
     return decay;
 }
 
-inline void attend_tile(AttentionScratch &s, int64_t start, int count, int64_t D) {
-    int i = 0;
-    for (; i + 8 <= s.num_vectors; i += 8) score<8>(s, i, D);
-    for (; i + 3 <= s.num_vectors; i += 3) score<3>(s, i, D);
-    for (; i < s.num_vectors; i++) score<1>(s, i, D);
+template <typename T>
+void attend_tile(AttentionScratch &s, const KeyTile<T> &tile, int64_t start, int64_t D) {
+    const bool is_few = s.num_vectors <= FEW_VECTORS;
+    widen_keys(s, tile, D);
+    if (!is_few) widen_values(s, tile, D);
+    by_rows<SCORE_ROWS>(0, s.num_vectors, [&](auto n, int64_t first) { score<n>(s, first, D); });
     float decay[QUERY_VECTORS];
-    for (i = 0; i < s.num_vectors; i++) decay[i] = soften(s, i, start);
-    for (i = 0; i + 4 <= s.num_vectors; i += 4) accumulate_rows<4>(s, i, count, D, decay);
-    for (; i + 3 <= s.num_vectors; i += 3) accumulate_rows<3>(s, i, count, D, decay);
-    for (; i < s.num_vectors; i++) accumulate_rows<1>(s, i, count, D, decay);
+    for (int i = 0; i < s.num_vectors; i++) decay[i] = soften(s, i, start);
+    if (is_few)
+        accumulate_all(s, tile.count, D, decay, [&](int j) { return tile.v + tile.offsets[j]; });
+    else
+        accumulate_all(s, tile.count, D, decay, [&](int j) { return s.values + j * D; });
 }
 
 template <typename T>
@@ -181,12 +257,18 @@ void attention(const T *query, const Cache *k_cache, const Cache *v_cache, const
             const int64_t context_start = context_lens[item.seq] - query_starts[item.seq + 1];
             const int64_t end = context_start + item.end_row;  // one past the last key that the item may see
             begin(s, item, query, context_start + item.first_row, shape);
+            const int64_t head = item.kv_head * shape.head_stride;
+            const int32_t *table = block_tables + item.seq * shape.max_blocks;
+            const auto tile_at = [&](int64_t start) {
+                return KeyTile<Cache>(k_cache + head, v_cache + head, table, start, end, shape);
+            };
+            KeyTile<Cache> tile = tile_at(0);
             for (int64_t start = 0; start < end; start += KEY_TILE) {
-                const int count = static_cast<int>(std::min<int64_t>(KEY_TILE, end - start));
-                const int64_t head = item.kv_head * shape.head_stride;
-                load_tile(s, k_cache + head, v_cache + head, block_tables + item.seq * shape.max_blocks, start, count,
-                          shape);
-                attend_tile(s, start, count, shape.head_dim);
+                const int64_t next_start = start + KEY_TILE;
+                const KeyTile<Cache> next = next_start < end ? tile_at(next_start) : tile;
+                next.prefetch(shape.head_dim);
+                attend_tile(s, tile, start, shape.head_dim);
+                tile = next;
             }
             finish(s, item, output, shape);
         }

@@ -4,18 +4,19 @@ Head sizes that are not whole vectors, or too large for the scratch memory, go t
 but the caches are contiguous; the entry points see to that.
 """
 
-from ctypes import byref
+from ctypes import byref, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu.library import SUFFIXES, AttentionShape, RopeShape, function, native
-from kernels.layouts import Caches, Ragged, Rope, TokenSlots
+from kernels.cpu.library import SUFFIXES, AttentionShape, RopeShape, exported, function, native
+from kernels.layouts import Caches, Drawn, Ragged, Rope, TokenSlots
 
 LANES = 16
 MAX_HEAD_DIM = 512
 MAX_GROUP = 64
+_DRAW_TOKENS = (*(c_void_p,) * 6, c_int64, c_int64)
 
 
 def can_run(x: Tensor) -> bool:
@@ -91,8 +92,10 @@ def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float)
     return output
 
 
-def gumbel_argmax(scaled: Tensor, keys: Tensor) -> Tensor:
-    tokens = torch.empty_like(keys)
-    pointers = (scaled.data_ptr(), keys.data_ptr(), tokens.data_ptr())
-    function("gumbel_argmax", scaled.dtype)(*pointers, *scaled.shape)
-    return tokens
+def draw_tokens(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Drawn:
+    num_rows, width = logits.shape
+    tokens, peaks = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+    totals = torch.empty(num_rows, dtype=torch.float64)
+    tensors = (logits, temperatures, keys, tokens, peaks, totals)
+    exported("draw_tokens", _DRAW_TOKENS)(*(each.data_ptr() for each in tensors), num_rows, width)
+    return Drawn(tokens, peaks, totals)

@@ -66,7 +66,6 @@ class AttentionShape(Structure):
 _P, _N, _F = c_void_p, c_int64, c_float
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pack": (_P, _P, _N, _N),
-    "gumbel_argmax": (_P, _P, _P, _N, _N),
     "add_rms_norm": (_P, _P, _P, _P, _N, _N, _F),
     "silu_mul": (_P, _P, _N, _N),
     "rope_and_cache": (_P, _P, _P, _P, _P, _P, _F, _P, _P, _P, POINTER(RopeShape)),

@@ -13,11 +13,11 @@
 namespace {
 
 #ifdef __AVX512F__
-constexpr int MAX_ROWS = 12;      // times WIDE panels of accumulators, of 32 registers
+constexpr int ROWS_OF_ONE = 12, ROWS_OF_TWO = 10;  // sums of WIDE panels beside one register of weights or two, of 32
 constexpr int NARROW_ROWS = 6;    // up to so many rows, NARROW panels at once: more streams from memory
 constexpr int WIDE = 2, NARROW = 4;
 #else
-constexpr int MAX_ROWS = 6;       // of 16 registers
+constexpr int ROWS_OF_ONE = 6, ROWS_OF_TWO = 5;  // of 16
 constexpr int NARROW_ROWS = 1;
 constexpr int WIDE = 1, NARROW = 4;
 #endif
@@ -27,6 +27,7 @@ constexpr int64_t ROWS_BYTES = 1 << 20;  // rows of x worked on together stay in
 // How weights of one kind are read: a *unit* is what lies together for one or two k of a panel. `Input` is x as the
 // unit's product takes it.
 struct Float32 {
+    static constexpr int MAX_ROWS = ROWS_OF_ONE;
     using Input = float;
     using Weight = float;
     static constexpr int64_t DEPTH = 1;  // k of a unit
@@ -40,6 +41,7 @@ struct Float32 {
 #ifdef __AVX512BF16__
 
 struct Bfloat16 {
+    static constexpr int MAX_ROWS = ROWS_OF_ONE;
     using Input = uint32_t;  // a pair of x in bf16
     using Weight = bfloat;
     static constexpr int64_t DEPTH = 2;
@@ -59,6 +61,7 @@ struct Pair {
 };
 
 struct Bfloat16 {
+    static constexpr int MAX_ROWS = ROWS_OF_TWO;
     using Input = Pair;  // x stays as it is: nothing is lost to rounding
     using Weight = bfloat;
     static constexpr int64_t DEPTH = 2;
@@ -86,9 +89,9 @@ struct Product {
     int64_t depth, N;
 };
 
-// FIRST: the first rows to read these weights ask for them ahead.
-template <typename Kind, int ROWS, int PANELS, bool FIRST>
-void tile(const Product<Kind> &p, int64_t row, int64_t panel) {
+// Asks for the weights that lie `ahead` of those that it works on; 0 asks for none.
+template <typename Kind, int ROWS, int PANELS>
+void tile(const Product<Kind> &p, int64_t row, int64_t panel, int64_t ahead) {
     constexpr int64_t UNIT = LANES * Kind::DEPTH;
     const auto *x = p.x + row * p.depth;
     const int64_t panel_size = p.depth * UNIT;
@@ -100,7 +103,7 @@ void tile(const Product<Kind> &p, int64_t row, int64_t panel) {
         typename Kind::Unit units[PANELS];
         for (int j = 0; j < PANELS; j++) {
             units[j] = Kind::read(w + j * panel_size + k * UNIT);
-            if (FIRST) __builtin_prefetch(w + j * panel_size + (k + AHEAD) * UNIT);
+            if (ahead) __builtin_prefetch(w + j * panel_size + k * UNIT + ahead);
         }
         for (int i = 0; i < ROWS; i++)
             for (int j = 0; j < PANELS; j++) acc[i][j] = Kind::add(acc[i][j], units[j], x + i * p.depth + k);
@@ -119,9 +122,11 @@ void rows_by_panels(const Product<Kind> &p, int64_t first, int64_t end, int64_t 
         for (int64_t j = 0; j < num_panels; j++) rows_by_panels<Kind, ROWS, 1>(p, first, end, panel + j, 1);
         return;
     }
-    const int64_t second = std::min<int64_t>(first + ROWS, end);
-    by_rows<ROWS>(first, second, [&](auto n, int64_t row) { tile<Kind, n, PANELS, true>(p, row, panel); });
-    by_rows<ROWS>(second, end, [&](auto n, int64_t row) { tile<Kind, n, PANELS, false>(p, row, panel); });
+    constexpr int64_t UNIT = LANES * Kind::DEPTH;
+    by_rows<ROWS>(first, end, [&](auto n, int64_t row) {
+        const bool is_first = row == first, is_last = row + n == end;  // the last rows fetch the next panels meanwhile
+        tile<Kind, n, PANELS>(p, row, panel, is_first ? AHEAD * UNIT : is_last ? PANELS * p.depth * UNIT : 0);
+    });
 }
 
 template <typename Kind, int ROWS, int PANELS>
@@ -148,7 +153,7 @@ void multiply_kind(const Matrix &matrix, const typename Kind::Input *x, float *y
     if (M <= NARROW_ROWS)
         by_panels<Kind, NARROW_ROWS, NARROW>(product, M);
     else
-        by_panels<Kind, MAX_ROWS, WIDE>(product, M);
+        by_panels<Kind, Kind::MAX_ROWS, WIDE>(product, M);
 }
 
 #ifdef __AVX512BF16__
@@ -166,35 +171,8 @@ void multiply_bf16(const Matrix &matrix, const float *x, float *y, int64_t M) {
 
 #else
 
-constexpr int64_t WIDEN_ROWS = 8;  // from so many rows on it pays to widen a panel's weights once
-
-// One panel of weights as floats [K][16], for all rows.
-void widened_panel(const Matrix &matrix, const float *x, float *y, int64_t M, int64_t panel) {
-    static thread_local std::vector<float> wide;
-    wide.resize(matrix.K * LANES);
-    const bfloat *packed = static_cast<const bfloat *>(matrix.packed) + panel * matrix.K * LANES;
-    for (int64_t k = 0; k < matrix.K; k += 2) {
-        const Bfloat16::Unit unit = Bfloat16::read(packed + k * LANES);
-        store(wide.data() + k * LANES, unit.first);
-        store(wide.data() + (k + 1) * LANES, unit.second);
-    }
-    const int64_t column = panel * LANES;
-    const float *bias = matrix.bias ? matrix.bias + column : nullptr;
-    float *out = y + column;
-    const int64_t width = std::min<int64_t>(LANES, matrix.N - column);
-    by_rows<MAX_ROWS>(0, M, [&](auto n, int64_t row) {
-        float part[MAX_ROWS * LANES];
-        const Product<Float32> p{x, wide.data(), nullptr, part - row * LANES, matrix.K, LANES};
-        tile<Float32, n, 1, false>(p, row, 0);
-        for (int64_t i = 0; i < n; i++) write(out + (row + i) * matrix.N, load(part + i * LANES), bias, width);
-    });
-}
-
 void multiply_bf16(const Matrix &matrix, const float *x, float *y, int64_t M) {
-    if (M < WIDEN_ROWS) return multiply_kind<Bfloat16>(matrix, reinterpret_cast<const Pair *>(x), y, M);
-    const int64_t num_panels = (matrix.N + LANES - 1) / LANES;
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < num_panels; panel++) widened_panel(matrix, x, y, M, panel);
+    multiply_kind<Bfloat16>(matrix, reinterpret_cast<const Pair *>(x), y, M);
 }
 
 #endif

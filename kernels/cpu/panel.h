@@ -16,11 +16,15 @@ INLINE void with_rows(int64_t rows, Body body) {
     body(std::integral_constant<int, MAX>{});
 }
 
-// body(n, row) for rows first..end, MAX at a time.
+// body(n, row) for rows first..end, at most MAX at a time and as evenly as can be: few rows have too few sums in flight
+// to keep the processor busy.
 template <int MAX, typename Body>
 INLINE void by_rows(int64_t first, int64_t end, Body body) {
-    for (int64_t row = first; row < end; row += MAX)
-        with_rows<MAX>(std::min<int64_t>(MAX, end - row), [&](auto n) { body(n, row); });
+    for (int64_t parts = (end - first + MAX - 1) / MAX, row = first; parts > 0; parts--) {
+        const int64_t rows = (end - row + parts - 1) / parts;
+        with_rows<MAX>(rows, [&](auto n) { body(n, row); });
+        row += rows;
+    }
 }
 
 // One row's sums of a panel, plus its biases (or null), to `out`: `width` of them, fewer at the end of N.

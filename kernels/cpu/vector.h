@@ -7,6 +7,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 constexpr int LANES = 16;
 #define INLINE static inline __attribute__((always_inline))
 
@@ -120,8 +124,13 @@ INLINE v8 high_half(v16 x) { return x.high; }
 
 INLINE v8 load8(const float *p) { return *reinterpret_cast<const v8_unaligned *>(p); }
 INLINE v8 load8(const bfloat *p) {
-    h8 narrow = *reinterpret_cast<const h8_unaligned *>(p);
-    return reinterpret_cast<v8>(__builtin_convertvector(narrow, u8) << 16);
+    const h8 narrow = *reinterpret_cast<const h8_unaligned *>(p);
+#ifdef __AVX2__
+    const u8 wide = (u8)_mm256_cvtepu16_epi32((__m128i)narrow);  // the compiler takes five instructions
+#else
+    const u8 wide = __builtin_convertvector(narrow, u8);
+#endif
+    return reinterpret_cast<v8>(wide << 16);
 }
 INLINE void store8(float *p, v8 x) { *reinterpret_cast<v8_unaligned *>(p) = x; }
 // Round to nearest even; NaN stays NaN.
@@ -205,13 +214,20 @@ INLINE v16 exp_lanes(v16 x) {
     return select(is_zero, splat(0.0f), result);
 }
 
+// One register's lanes, for what works on squares of them.
 #ifdef __AVX512F__
 
+constexpr int REGISTER = 16;
+typedef v16 lanes;
+typedef u16 lane_bits;
+typedef v16_unaligned lanes_unaligned;
+INLINE lanes splat_register(float x) { return splat(x); }
+
 // rows[i][j] becomes rows[j][i]: four rounds of interleaving row i with row i + 8.
-INLINE void transpose16(v16 *rows) {
+INLINE void transpose(lanes *rows) {
     const i16 low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
     const i16 high{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    v16 other[LANES];
+    lanes other[REGISTER];
     for (int round = 0; round < 2; round++) {
         for (int i = 0; i < 8; i++) {
             other[2 * i] = __builtin_shuffle(rows[i], rows[i + 8], low);
@@ -226,9 +242,15 @@ INLINE void transpose16(v16 *rows) {
 
 #else
 
-// Eight rows of eight: pairs, then fours, then halves change places.
-INLINE void transpose8(v8 *r) {
-    v8 t[8], u[8];
+constexpr int REGISTER = 8;
+typedef v8 lanes;
+typedef u8 lane_bits;
+typedef v8_unaligned lanes_unaligned;
+INLINE lanes splat_register(float x) { return splat8(x); }
+
+// rows[i][j] becomes rows[j][i]: pairs, then fours, then halves change places.
+INLINE void transpose(lanes *r) {
+    lanes t[8], u[8];
     for (int i = 0; i < 8; i += 2) {
         t[i] = __builtin_shuffle(r[i], r[i + 1], i8{0, 8, 1, 9, 4, 12, 5, 13});
         t[i + 1] = __builtin_shuffle(r[i], r[i + 1], i8{2, 10, 3, 11, 6, 14, 7, 15});
@@ -244,15 +266,7 @@ INLINE void transpose8(v8 *r) {
     }
 }
 
-// rows[i][j] becomes rows[j][i].
-INLINE void transpose16(v16 *rows) {
-    v8 quarters[4][8];
-    for (int i = 0; i < 8; i++) {
-        quarters[0][i] = rows[i].low, quarters[1][i] = rows[i].high;
-        quarters[2][i] = rows[i + 8].low, quarters[3][i] = rows[i + 8].high;
-    }
-    for (auto &quarter : quarters) transpose8(quarter);
-    for (int i = 0; i < 8; i++) rows[i] = {quarters[0][i], quarters[2][i]}, rows[i + 8] = {quarters[1][i], quarters[3][i]};
-}
-
 #endif
+
+INLINE lanes load_register(const float *p) { return *reinterpret_cast<const lanes_unaligned *>(p); }
+INLINE void store_register(float *p, lanes x) { *reinterpret_cast<lanes_unaligned *>(p) = x; }

@@ -149,17 +149,30 @@ def test_offsets_past_two_to_the_31_elements(rope_case):
 
 
 @pytest.mark.parametrize("width", [1, 7, 16, 1000, 49152])
-def test_gumbel_argmax(width):
-    scaled = torch.randn(20, width, generator=torch.Generator().manual_seed(0))
-    scaled[:, ::3] = -torch.inf
-    scaled[:, -1] = 0.0
-    keys = torch.randint(-(2**62), 2**62, (20,), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(native.gumbel_argmax(scaled, keys), reference.gumbel_argmax(scaled, keys))
+def test_draw_tokens(width):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(60, width, generator=generator) * 5
+    logits[:, ::3] = -torch.inf
+    logits[:, -1] = 1.0
+    keys = torch.randint(-(2**62), 2**62, (60,), generator=generator)
+    temperatures = torch.tensor([0.0, 1.0, 0.5, 30.0]).repeat(15)
+    found, expected = (body.draw_tokens(logits, temperatures, keys) for body in (native, reference))
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.peaks, expected.peaks)
+    torch.testing.assert_close(found.totals, expected.totals, rtol=1e-6, atol=0)
 
 
-def test_gumbel_argmax_of_equals_is_the_lowest():
-    scaled = torch.full((1, 100), -torch.inf)
-    keys = torch.tensor([5])
-    assert (
-        native.gumbel_argmax(scaled, keys).tolist() == reference.gumbel_argmax(scaled, keys).tolist() == [0]
-    )
+@pytest.mark.parametrize("body", [native, reference])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_draw_tokens_of_equals_is_the_lowest_and_what_is_not_finite_is_told(body, temperature):
+    logits = torch.full((5, 100), -torch.inf)
+    logits[0, 37] = logits[0, 75] = 2.0
+    logits[1, 3] = torch.nan
+    logits[2, 99] = torch.inf
+    logits[4, 99] = -1.0
+    keys = torch.arange(5)
+    drawn = body.draw_tokens(logits, torch.full((5,), temperature), keys)
+    assert drawn.tokens[0] in ([37] if temperature == 0.0 else [37, 75])
+    assert drawn.tokens[1:].tolist() == [0, 0, 0, 99]
+    assert torch.isfinite(drawn.peaks).tolist() == [True, False, False, False, True]
+    torch.testing.assert_close(drawn.totals[[0, 4]], torch.tensor([2.0, 1.0], dtype=torch.float64))
