@@ -1,9 +1,16 @@
 """The torch side of a step: from scheduled work to sampled tokens. Knows nothing of queues or blocks' owners."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
+
+import torch
+from torch import Tensor
 
 from core.ids import HandoffId
-from engine.batch import BatchEntry, build_batch
+from engine.batch import BatchEntry, ForwardBatch, build_batch
+from engine.cuda_graphs import CudaCapture, DecodeGraphs
+from engine.device_sampler import sample_on_device
 from engine.kv_pool import KVPool
 from engine.model import LlamaModel
 from engine.sampler import SamplingBatch, sample
@@ -17,16 +24,20 @@ class ModelRunner:
         self._model = model
         self._pool = pool
         self._block_size = block_size
-        self._device = device
+        self._forward: Callable[[ForwardBatch], Tensor] = partial(model.forward, pool=pool)
+        self._sample = sample
+        if torch.device(device).type == "cuda":
+            self._forward = DecodeGraphs(self._forward, torch.device(device), CudaCapture())
+            self._sample = sample_on_device
 
     def run(self, work: Seq[Work]) -> dict[HandoffId, Sampled]:
-        batch = build_batch([_entry(item) for item in work], self._block_size, self._device)
-        logits = self._model.forward(batch, self._pool)
+        """Takes its batch from the host: what runs on a device gets it there in one copy."""
+        logits = self._forward(build_batch([_entry(item) for item in work], self._block_size))
         sampling = [item.sequence for item in work if item.needs_token]
         if not sampling:
             return {}
         requests = SamplingBatch.build([(s.params, s.seed, s.num_outputs) for s in sampling])
-        drawn = sample(logits, requests)
+        drawn = self._sample(logits, requests)
         return {
             sequence.id: Sampled(
                 int(drawn.token_ids[row]), float(drawn.logprobs[row]), bool(drawn.is_valid[row])

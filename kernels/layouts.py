@@ -9,12 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+PADDING_SLOT = -1
+"""Of a row that only fills a batch up: what it computes is stored nowhere, and over a context of 0 it attends to
+nothing. The native CPU bodies, which nobody gives any, do not know such rows."""
+
 
 class Ragged(NamedTuple):
     """Where each of S sequences' queries and blocks are. The new tokens are the last ones of the context."""
 
     query_starts: Tensor  # [S+1] int32: sequence s owns query rows query_starts[s]:query_starts[s+1]
-    context_lens: Tensor  # [S] int32: cached + new tokens
+    context_lens: Tensor  # [S] int32: cached + new tokens; 0 is padding, as PADDING_SLOT is
     block_tables: Tensor  # [S, max_blocks] int32
 
     def check(self) -> None:
@@ -62,7 +66,16 @@ class TokenSlots(NamedTuple):
     """Where T tokens stand in their sequences and in the cache."""
 
     positions: Tensor  # [T] int64
-    slot_mapping: Tensor  # [T] int64: block_id * block_size + offset
+    slot_mapping: Tensor  # [T] int64: block_id * block_size + offset, or PADDING_SLOT
+
+
+class RowChoices(NamedTuple):
+    """What decides R tokens beside their logits."""
+
+    temperatures: Tensor  # [R] float32; 0 is greedy
+    top_ks: Tensor  # [R] int64; 0 is no limit
+    top_ps: Tensor  # [R] float64; 1 is no limit
+    keys: Tensor  # [R] int64, of kernels.gumbel
 
 
 class Drawn(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.cpu import bodies as native
-from kernels.layouts import Caches, Drawn, Ragged, Rope, TokenSlots
+from kernels.layouts import Caches, Drawn, Ragged, Rope, RowChoices, TokenSlots
 
 
 class Bodies(Protocol):
@@ -85,3 +85,46 @@ def draw_tokens(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Drawn:
     assert temperatures.shape == logits.shape[:1] and temperatures.dtype is torch.float32, temperatures
     assert keys.shape == logits.shape[:1] and keys.dtype is torch.int64 and keys.is_contiguous(), keys
     return bodies_for(logits).draw_tokens(logits, temperatures, keys)
+
+
+def sample_packed(logits: Tensor, choices: RowChoices) -> Tensor:
+    """logits [R, V] float32 -> [3, R] int32: the tokens, the bits of their float32 log-probabilities, and 1 where the
+    row was finite. Where it was not, the token is 0. For GPU tensors; its twin on a CPU is engine.sampler."""
+    from kernels import triton_sampling
+
+    assert logits.is_contiguous() and logits.dtype is torch.float32, (logits.stride(), logits.dtype)
+    dtypes = (torch.float32, torch.int64, torch.float64, torch.int64)
+    assert tuple(part.dtype for part in choices) == dtypes, choices
+    assert all(part.shape == logits.shape[:1] and part.is_contiguous() for part in choices), choices
+    return triton_sampling.sample_packed(logits, choices)
+
+
+def gather_blocks(pool: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    """staging[i] = pool[block_ids[i]]: pool [num_blocks, ...], block_ids [n] int64, staging [n, ...]; all on one
+    device, where the ids are not checked."""
+    _check_blocks(pool, block_ids, staging)
+    if pool.is_cuda:
+        from kernels import triton_blocks
+
+        triton_blocks.gather_blocks(pool, block_ids, staging)
+    else:
+        reference.gather_blocks(pool, block_ids, staging)
+
+
+def scatter_blocks(staging: Tensor, block_ids: Tensor, pool: Tensor) -> None:
+    """pool[block_ids[i]] = staging[i], the way back: no id may occur twice."""
+    _check_blocks(pool, block_ids, staging)
+    if pool.is_cuda:
+        from kernels import triton_blocks
+
+        triton_blocks.scatter_blocks(staging, block_ids, pool)
+    else:
+        reference.scatter_blocks(staging, block_ids, pool)
+
+
+def _check_blocks(pool: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    assert pool.is_contiguous() and staging.is_contiguous(), (pool.stride(), staging.stride())
+    assert staging.shape == (*block_ids.shape, *pool.shape[1:]), (staging.shape, block_ids.shape, pool.shape)
+    assert staging.dtype is pool.dtype and block_ids.dtype is torch.int64, (staging.dtype, block_ids.dtype)
+    assert pool.device == block_ids.device == staging.device, (pool.device, block_ids.device, staging.device)
+    assert block_ids.ndim == 1 and block_ids.is_contiguous(), block_ids

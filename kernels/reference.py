@@ -42,9 +42,11 @@ def rope_and_cache(qkv: Tensor, rope: Rope, slots: TokenSlots, caches: Caches) -
     if rope.q_norm is not None and rope.k_norm is not None:
         q, k = rms_norm(q, rope.q_norm, rope.eps), rms_norm(k, rope.k_norm, rope.eps)
     cos, sin = rope.cos_sin[slots.positions].unsqueeze(1).chunk(2, dim=-1)
-    block, offset = slots.slot_mapping // caches.block_size, slots.slot_mapping % caches.block_size
-    caches.k[block, :, offset] = _rotate(k, cos, sin).to(caches.k.dtype)
-    caches.v[block, :, offset] = v.to(caches.v.dtype)
+    is_kept = slots.slot_mapping >= 0
+    kept = slots.slot_mapping[is_kept]
+    block, offset = kept // caches.block_size, kept % caches.block_size
+    caches.k[block, :, offset] = _rotate(k, cos, sin)[is_kept].to(caches.k.dtype)
+    caches.v[block, :, offset] = v[is_kept].to(caches.v.dtype)
     return _rotate(q, cos, sin)
 
 
@@ -70,6 +72,9 @@ def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float)
     starts, context_lens = ragged.query_starts.tolist(), ragged.context_lens.tolist()
     for seq, context_len in enumerate(context_lens):
         first, end = starts[seq], starts[seq + 1]
+        if context_len == 0:
+            output[first:end] = 0
+            continue
         num_blocks = -(-context_len // caches.block_size)
         blocks = ragged.block_tables[seq, :num_blocks].long()
         k, v = (_padded_context(cache, blocks, context_len) for cache in caches)
@@ -109,3 +114,13 @@ def _attend_tile(q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
         peak = new_peak
     result = (acc / total).view(num_kv_heads, group, QUERY_TILE, head_dim).permute(2, 0, 1, 3)
     return result.reshape(QUERY_TILE, num_heads, head_dim)[:num_rows]
+
+
+def gather_blocks(pool: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    """staging[i] = pool[block_ids[i]]."""
+    torch.index_select(pool, 0, block_ids, out=staging)
+
+
+def scatter_blocks(staging: Tensor, block_ids: Tensor, pool: Tensor) -> None:
+    """pool[block_ids[i]] = staging[i]."""
+    pool.index_copy_(0, block_ids, staging)

@@ -1,12 +1,11 @@
 """Paged attention for GPUs in Triton. Knows nothing of models; kernels.ops asserts the layouts.
 
-A program owns a few query rows of one sequence with all heads that share one KV head, and visits the keys in tiles
-counted from position 0, so that a row's result depends on neither the batch nor the chunking.
+Batches of decode steps go to kernels.triton_decode_attention. Here a program owns a few query rows of one sequence
+with all heads that share one KV head, and visits the keys in tiles counted from position 0, so that a row's result
+depends on neither the batch nor the chunking.
 
     program (t, kv)     rows of the tile: (query 0, head 0) (query 0, head 1) ... (query 1, head 0) ...
                         sequence s owns tiles query_starts[s] / QUERIES + s and the next ones, as many as it needs
-
-Bfloat16 products are exact in tensor cores; Triton's interpreter gets them wrong, so under it operands are widened.
 """
 
 # Triton compiles annotations of a kernel's arguments, so they have none that mypy could read.
@@ -18,18 +17,30 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.layouts import Caches, Ragged
+from kernels.triton_attention_keys import MIN_ROWS, attend_keys, key_tile, padded
+from kernels.triton_decode_attention import decode_attention
 from kernels.triton_runtime import dot_type
 
-KEY_TILE = 32
-MIN_ROWS = 16
+PREFILL_ROWS = 64
+"""Of two-byte types. Float32 has no tensor cores, and four times the operands spill from registers."""
 
 
 def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float) -> Tensor:
-    """query [T, H, D] -> [T, H, D], as kernels.reference."""
+    """query [T, H, D] -> [T, H, D], as kernels.reference. As many queries as sequences is one query each: known on
+    the host, without a look at query_starts."""
+    if query.shape[0] == ragged.context_lens.shape[0]:
+        return decode_attention(query, caches, ragged, scale)
+    return prefill_attention(query, caches, ragged, scale)
+
+
+def prefill_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float) -> Tensor:
+    """Any lengths: query [T, H, D] -> [T, H, D]. The tile's rows depend on the model alone: another number of them
+    might be summed up in another order."""
     num_tokens, num_heads, head_dim = query.shape
     num_seqs, max_blocks = ragged.block_tables.shape
     group = num_heads // caches.num_kv_heads
-    num_rows = max(MIN_ROWS, triton.next_power_of_2(group))
+    fewest = PREFILL_ROWS if query.dtype.itemsize == 2 else MIN_ROWS
+    num_rows = max(fewest, triton.next_power_of_2(group))
     num_queries = num_rows // group
     output = torch.empty_like(query)
     grid = (num_tokens // num_queries + num_seqs, caches.num_kv_heads)
@@ -49,11 +60,11 @@ def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float)
         num_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
+        PADDED_DIM=padded(head_dim),
         BLOCK_SIZE=caches.block_size,
         ROWS=num_rows,
         QUERIES=num_queries,
-        KEYS=KEY_TILE,
+        KEYS=key_tile(query.dtype, head_dim),
         DOT_TYPE=dot_type(query.dtype),
     )
     return output
@@ -73,7 +84,7 @@ def _sequence_of(query_starts, tile, num_seqs, QUERIES: tl.constexpr):
     return low - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "max_blocks"])
 def _attention(
     query,  # [T, H, D]
     k_cache,  # [num_blocks, Hkv, BLOCK_SIZE, D], strided
@@ -112,34 +123,31 @@ def _attention(
     dim = tl.arange(0, PADDED_DIM)
     own = first + row // GROUP
     is_row = (row < QUERIES * GROUP) & (own < seq_len)
-    is_dim = dim < HEAD_DIM
+    mask = is_row[:, None] & (dim < HEAD_DIM)[None, :]
     place = (
         (seq_start + own).to(tl.int64) * num_heads * HEAD_DIM + (kv_head * GROUP + row % GROUP) * HEAD_DIM
     )[:, None] + dim[None, :]
-    q = tl.load(query + place, mask=is_row[:, None] & is_dim[None, :], other=0.0).to(DOT_TYPE)
+    q = tl.load(query + place, mask=mask, other=0.0).to(DOT_TYPE)
     position = context_len - seq_len + own
-
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     end = tl.minimum(context_len, context_len - seq_len + first + QUERIES)
-    for start in range(0, end, KEYS):
-        key = start + tl.arange(0, KEYS)
-        is_key = key < end
-        block = tl.load(
-            block_tables + seq.to(tl.int64) * max_blocks + key // BLOCK_SIZE, mask=is_key, other=0
-        )
-        slot = block.to(tl.int64) * block_stride + kv_head * head_stride + (key % BLOCK_SIZE) * HEAD_DIM
-        k = tl.load(k_cache + slot[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
-        scores = tl.dot(q, k.to(DOT_TYPE), input_precision="ieee") * scale
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        decay = tl.exp(peak - new_peak)
-        weights = tl.exp(scores - new_peak[:, None])
-        v = tl.load(v_cache + slot[:, None] + dim[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0)
-        total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
-        acc += tl.dot(weights.to(DOT_TYPE), v.to(DOT_TYPE), input_precision="ieee")
-        peak = new_peak
+    table = block_tables + seq.to(tl.int64) * max_blocks
+    _, total, acc = attend_keys(
+        q,
+        position,
+        0,
+        end,
+        table,
+        k_cache,
+        v_cache,
+        block_stride,
+        kv_head * head_stride,
+        scale,
+        HEAD_DIM,
+        PADDED_DIM,
+        BLOCK_SIZE,
+        ROWS,
+        KEYS,
+        DOT_TYPE,
+    )
     result = acc / total[:, None]
-    tl.store(output + place, result.to(output.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
+    tl.store(output + place, result.to(output.dtype.element_ty), mask=mask)

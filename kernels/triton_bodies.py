@@ -1,6 +1,6 @@
 """Every operation's body for GPU tensors under one name. Importing it imports triton.
 
-Drawing tokens is torch's: it runs once a step on rows that are few.
+Drawing tokens is torch's: an engine on a GPU samples with kernels.triton_sampling instead.
 """
 
 from kernels.reference import draw_tokens

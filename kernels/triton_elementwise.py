@@ -120,7 +120,7 @@ def _rope_and_cache(
     qkv,  # [T, (NUM_HEADS + 2 NUM_KV_HEADS) * 2 HALF]
     cos_sin,  # [context_len, 2 HALF] float32
     positions,  # [T] int64
-    slot_mapping,  # [T] int64
+    slot_mapping,  # [T] int64; K and V of a negative slot are stored nowhere
     q_norm,  # [2 HALF], read with HAS_NORM only
     k_norm,  # [2 HALF]
     query,  # [T, NUM_HEADS, 2 HALF]
@@ -145,12 +145,13 @@ def _rope_and_cache(
     low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
     slot = tl.load(slot_mapping + token)
+    is_kept = mask & (slot >= 0)
     kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
     place = slot // BLOCK_SIZE * block_stride + kv_head * head_stride + slot % BLOCK_SIZE * 2 * HALF + dim
     kind = k_cache.dtype.element_ty
     if head >= NUM_HEADS + NUM_KV_HEADS:
-        tl.store(v_cache + place, low.to(kind), mask=mask)
-        tl.store(v_cache + place + HALF, high.to(kind), mask=mask)
+        tl.store(v_cache + place, low.to(kind), mask=is_kept)
+        tl.store(v_cache + place + HALF, high.to(kind), mask=is_kept)
         return
     if HAS_NORM:
         scale = 1.0 / tl.sqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / (2 * HALF) + eps)
@@ -167,5 +168,5 @@ def _rope_and_cache(
         tl.store(target, rotated_low.to(query.dtype.element_ty), mask=mask)
         tl.store(target + HALF, rotated_high.to(query.dtype.element_ty), mask=mask)
     else:
-        tl.store(k_cache + place, rotated_low.to(kind), mask=mask)
-        tl.store(k_cache + place + HALF, rotated_high.to(kind), mask=mask)
+        tl.store(k_cache + place, rotated_low.to(kind), mask=is_kept)
+        tl.store(k_cache + place + HALF, rotated_high.to(kind), mask=is_kept)
