@@ -2,7 +2,8 @@
 
 The same model, prompts and client on vLLM's CPU build and on a tandem, one after the other. vLLM runs over all cores,
 in bfloat16 and in float32 (faster where the processor has no products of bfloat16); a tandem of one prefill and one
-decode worker in bfloat16, with dense weights and with the file's own. Ratios are tandem / the faster vLLM."""
+decode worker in bfloat16, with dense weights and with the file's own, and once with workers that keep to their own
+cores. Ratios are tandem / the faster vLLM."""
 
 import argparse
 import asyncio
@@ -30,7 +31,11 @@ CONCURRENCIES = (1, 8)
 SHORT_PROMPT, NUM_OUTPUT = 32, 64
 NAME = "smollm2"
 VLLM_DTYPES = ("bfloat16", "float32")
-TANDEMS = {"tandem dense": ["--weights", "dense"], "tandem stored": ["--weights", "stored"]}
+TANDEMS = {
+    "tandem dense": ["--weights", "dense"],
+    "tandem stored": ["--weights", "stored"],
+    "tandem dense, own cores": ["--weights", "dense", "--no-borrow"],
+}
 
 Figures = dict[str, float]
 Server = contextlib.AbstractAsyncContextManager[dict[str, Any]]
@@ -111,7 +116,8 @@ def ratios(columns: dict[str, Figures]) -> dict[str, Figures]:
     if not others:
         return {}
     best = {row: min(figures[row] for figures in others) for row in others[0]}
-    return {column: {row: columns[column][row] / best[row] for row in best} for column in TANDEMS}
+    own = {column: figures for column, figures in columns.items() if column in TANDEMS}
+    return {column: {row: figures[row] / best[row] for row in best} for column, figures in own.items()}
 
 
 def show(columns: dict[str, Figures], reasons: Sequence[str], load: float, console: Console) -> None:

@@ -92,7 +92,7 @@ struct Product {
 
 // Asks for the weights that lie `ahead` of those that it works on; 0 asks for none.
 template <typename Kind, int ROWS, int PANELS>
-void tile(const Product<Kind> &p, int64_t row, int64_t panel, int64_t ahead) {
+APART void tile(const Product<Kind> &p, int64_t row, int64_t panel, int64_t ahead) {
     constexpr int64_t UNIT = LANES * Kind::DEPTH;
     const auto *x = p.x + row * p.depth;
     const int64_t panel_size = p.depth * UNIT;

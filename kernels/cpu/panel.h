@@ -27,6 +27,9 @@ INLINE void by_rows(int64_t first, int64_t end, Body body) {
     }
 }
 
+// For loops that must have the registers to themselves: inlined into what calls them they lose sums to memory.
+#define APART __attribute__((noinline))
+
 // One row's sums of a panel, plus its biases (or null), to `out`: `width` of them, fewer at the end of N.
 INLINE void write(float *out, v16 sums, const float *bias, int64_t width) {
     if (width == LANES) {

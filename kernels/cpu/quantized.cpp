@@ -284,7 +284,7 @@ INLINE v16 widen(const int8_t *p) {
 
 // ROWS rows of x by one panel of eight-bit weights, as floats.
 template <int ROWS>
-void float_tile(const Matrix &matrix, const float *x, float *y, int64_t panel) {
+APART void float_tile(const Matrix &matrix, const float *x, float *y, int64_t panel) {
     const int64_t groups = matrix.K / GROUP, column = panel * LANES;
     const Group8 *packed = static_cast<const Group8 *>(matrix.packed) + panel * groups;
     v16 acc[ROWS];
@@ -306,7 +306,7 @@ void float_tile(const Matrix &matrix, const float *x, float *y, int64_t panel) {
 // Many rows by one panel of four-bit weights. The integers of a group's sum fit a float (15 · 254.5 · 127 · 32 < 2^24),
 // so floats give the same sums to the bit, and pay where widening a panel once serves many rows.
 template <int ROWS>
-void whole_tile(const Product<Group4> &p, const float *wide, const float *x, int64_t row, int64_t panel) {
+APART void whole_tile(const Product<Group4> &p, const float *wide, const float *x, int64_t row, int64_t panel) {
     const int64_t K = p.groups * GROUP;
     const Group4 *packed = p.packed + panel * p.groups;
     v16 acc[ROWS];
