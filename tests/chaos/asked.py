@@ -58,7 +58,7 @@ def judge(records: list[Record], llm: LLM, asks: Asks) -> list[str]:
     for index, (record, expected) in enumerate(zip(records, answers(records, llm, asks), strict=True)):
         is_whole = record.outcome.startswith("right")
         if record.num_ends != 1:
-            wrong.append(f"request {index} had {record.num_ends} ends")
+            wrong.append(f"request {index} ({record.outcome}) had {record.num_ends} ends")
         if record.tokens != (expected if is_whole else expected[: len(record.tokens)]):
             wrong.append(f"request {index} ({record.outcome}): wrong tokens")
         if not is_whole and record.outcome not in TYPED | {"client left"}:

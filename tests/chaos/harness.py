@@ -119,8 +119,9 @@ class Chaos:
             async with asyncio.timeout(leaves):
                 await self._stream(record)
         except TimeoutError:
-            record.outcome = "client left"
-            record.num_ends += 1
+            if record.num_ends == 0:  # or it left in the moment in which its end had come
+                record.outcome = "client left"
+                record.num_ends += 1
         finally:
             record.took_s = time.monotonic() - started_s
             self._live.discard(index)

@@ -177,7 +177,8 @@ def test_the_torch_bodies_pass_the_same_tests():
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
 def test_the_pass_in_one_call_is_that_of_single_operations(directory, dtype):
-    """The latter stores more of what passes between them in bfloat16."""
+    """The latter stores more of what passes between them in bfloat16, and so does the former where the processor
+    multiplies that."""
     whole, single = Runner(directory, dtype), Runner(directory, dtype)
     if whole.model._native is None:
         pytest.skip("no native pass on this machine")
@@ -191,7 +192,7 @@ def test_the_pass_in_one_call_is_that_of_single_operations(directory, dtype):
         tolerance = 1e-4 if dtype is DType.FLOAT32 else 0.1
         torch.testing.assert_close(*logits, rtol=tolerance, atol=tolerance)
     cached = (whole.pool.data[whole.blocks["a"][:2]], single.pool.data[single.blocks["a"][:2]])
-    torch.testing.assert_close(*(part.float() for part in cached), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(*(part.float() for part in cached), rtol=0.1, atol=0.1)
 
 
 def test_bfloat16_is_the_same_to_the_bit_in_any_batch_where_the_pass_is_native(directory):
