@@ -210,6 +210,7 @@ class DecodeTier:
             return
         scheduler, sequence = self.engine.scheduler, reservation.sequence
         scheduler.num_reserved_places -= 1
+        self.engine.take_in(reservation.in_flight)
         scheduler.pool.move(reservation.in_flight, BlockState.IN_FLIGHT, BlockState.OWNED)
         sequence.num_computed = len(sequence.tokens)
         scheduler.register_full_blocks(sequence, sequence.num_cached)

@@ -13,4 +13,4 @@ def make_tier(engine: Engine, geometry: EngineGeometry) -> DecodeTier:
 
 
 if __name__ == "__main__":
-    sys.exit(worker_main(make_tier))
+    sys.exit(worker_main(make_tier, is_sender=False))

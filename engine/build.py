@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 
+import torch
+
 from core.clock import Clock, monotonic
+from core.errors import EngineFailed
 from core.kv_region import KVRegion
 from core.kv_spec import DType
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig, WeightForm
-from engine.engine import Engine
+from engine.engine import Engine, Runner
 from engine.engine_geometry import EngineGeometry
+from engine.host_mirror import HostMirror, PublishingRunner
 from engine.kv_pool import KVPool
 from engine.model import LlamaModel
 from engine.runner import ModelRunner
@@ -25,12 +29,29 @@ def build_engine(
     geometry: EngineGeometry,
     region: KVRegion,
     on_progress: Callable[[int, int], None] | None = None,
+    is_sender: bool = False,
 ) -> Engine:
-    """Load the weights and put an engine over `region`, which the caller keeps owning."""
+    """Load the weights and put an engine over `region`, which the caller keeps owning: on a CPU it is the pool,
+    elsewhere the pool's mirror, where a sender's engine publishes what it computes. Raises ModelLoadError, and
+    EngineFailed where there is no such device."""
+    is_on_cpu = torch.device(config.device).type == "cpu"
+    if not is_on_cpu and not torch.cuda.is_available():
+        raise EngineFailed(f"torch finds no GPU here for the device {config.device!r}")
     keeps_quantized = config.weights is WeightForm.STORED and config.dtype is DType.BFLOAT16
     model = LlamaModel.load(
         geometry.path, geometry.model, config.dtype, config.device, on_progress, keeps_quantized
     )
-    pool = KVPool.over(region, geometry.kv_spec)
+    scheduler = build_scheduler(config, geometry)
+    if is_on_cpu:
+        pool = KVPool.over(region, geometry.kv_spec)
+        return Engine(scheduler, ModelRunner(model, pool, config.block_size, config.device))
+    pool = KVPool.allocate(geometry.kv_spec, geometry.num_blocks, config.device)
     runner = ModelRunner(model, pool, config.block_size, config.device)
-    return Engine(build_scheduler(config, geometry), runner)
+    return mirrored_engine(scheduler, runner, HostMirror(pool, region), is_sender)
+
+
+def mirrored_engine(scheduler: Scheduler, runner: Runner, mirror: HostMirror, is_sender: bool) -> Engine:
+    """An engine whose pool is not the region but mirrored there."""
+    if is_sender:
+        runner = PublishingRunner(runner, mirror, scheduler.limits.block_size)
+    return Engine(scheduler, runner, mirror.take_in)

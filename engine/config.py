@@ -17,8 +17,9 @@ class WeightForm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """`token_budget` bounds the tokens of one step, `max_batch` the sequences; the pool has
-    `num_blocks` blocks, or as many as `kv_bytes` hold. `borrowed_cores` are others': used while nobody wants them."""
+    """`device` is where the model and its pool are, as torch names it. `token_budget` bounds the tokens of one step,
+    `max_batch` the sequences; the pool has `num_blocks` blocks, or as many as `kv_bytes` hold. `borrowed_cores` are
+    others': used while nobody wants them."""
 
     model: str = "smollm2"
     dtype: DType = DType.BFLOAT16

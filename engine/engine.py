@@ -5,7 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from core.ids import HandoffId
+from core.ids import BlockId, HandoffId
 from engine.scheduler import Progress, Sampled, Scheduler, Work
 
 
@@ -22,11 +22,18 @@ RATE_DECAY = 0.95
 
 class Engine:
     """step() is the whole story: schedule, forward and sample, commit. `on_scheduled` is called between the first
-    two; `work` is the latest schedule, also while and after it is computed by a step that raised."""
+    two; `work` is the latest schedule, also while and after it is computed by a step that raised. `take_in` readies
+    blocks that a connector has written: the runner may read them afterwards."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        take_in: Callable[[Seq[BlockId]], None] = lambda block_ids: None,
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.take_in = take_in
         self.step_s = 0.0
         self._recent_tokens = 0.0
         self._recent_s = 0.0

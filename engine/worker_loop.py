@@ -110,8 +110,8 @@ def report(tier: Tier) -> Report:
     return Report(events, load, [(change.is_stored, change.block_hash) for change in changes])
 
 
-def worker_main(make_tier: Callable[[Engine, EngineGeometry], Tier]) -> int:
-    """The body of a tier's `python -m ...worker`."""
+def worker_main(make_tier: Callable[[Engine, EngineGeometry], Tier], is_sender: bool) -> int:
+    """The body of a tier's `python -m ...worker`. `is_sender`: its blocks leave through the region."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel-fd", type=int, required=True)
     parser.add_argument("--pool-fd", type=int, required=True)
@@ -123,7 +123,7 @@ def worker_main(make_tier: Callable[[Engine, EngineGeometry], Tier]) -> int:
     channel = EngineChannel(socket.socket(fileno=args.channel_fd))
     config = msgspec.json.decode(args.config, type=EngineConfig)
     try:
-        tier = make_tier(*_load(config, channel, args.pool_fd))
+        tier = make_tier(*_load(config, channel, args.pool_fd, is_sender))
     except TandemError as error:
         channel.send(Report([], failure=str(error)))
         return 2
@@ -134,7 +134,9 @@ def worker_main(make_tier: Callable[[Engine, EngineGeometry], Tier]) -> int:
     return 0
 
 
-def _load(config: EngineConfig, channel: EngineChannel, pool_fd: int) -> tuple[Engine, EngineGeometry]:
+def _load(
+    config: EngineConfig, channel: EngineChannel, pool_fd: int, is_sender: bool
+) -> tuple[Engine, EngineGeometry]:
     import torch
 
     from engine.build import build_engine
@@ -148,4 +150,4 @@ def _load(config: EngineConfig, channel: EngineChannel, pool_fd: int) -> tuple[E
     def on_progress(done_bytes: int, total_bytes: int) -> None:
         channel.send(Loading(done_bytes, total_bytes))
 
-    return build_engine(config, geometry, region, on_progress), geometry
+    return build_engine(config, geometry, region, on_progress, is_sender), geometry

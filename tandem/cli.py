@@ -62,6 +62,13 @@ def _max_queue_option(command: Callable[..., None]) -> Callable[..., None]:
 
 def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
+        click.option(
+            "--device",
+            type=click.Choice(("cpu", "cuda")),
+            default="cpu",
+            show_default=True,
+            help="Where the model and its KV pool are.",
+        ),
         click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True),
         click.option(
             "--weights",
@@ -137,6 +144,7 @@ def _configs(role: str, options: dict[str, Any]) -> tuple[Any, Any]:
     engine = EngineConfig(
         model=options["model"],
         dtype=DType(options["dtype"]),
+        device=options["device"],
         weights=WeightForm(options["weights"]),
         block_size=options["block_size"],
         num_blocks=options["num_blocks"],

@@ -20,6 +20,7 @@ class ServePlan:
     http: str
     grpc: str
     redis_url: str
+    device: str
     dtype: str
     weights: str
     num_blocks: int | None
@@ -77,6 +78,8 @@ def _worker_command(
     command += (
         "--redis-url",
         plan.redis_url,
+        "--device",
+        plan.device,
         "--dtype",
         plan.dtype,
         "--weights",

@@ -17,6 +17,7 @@ PLAN = ServePlan(
     http="127.0.0.1:0",
     grpc="127.0.0.1:0",
     redis_url="redis://x",
+    device="cuda",
     dtype="float32",
     weights="stored",
     num_blocks=None,
@@ -55,6 +56,7 @@ def test_workers_are_named_pinned_and_told_everything():
     assert told["--id"] == "decode-0"
     assert told["--threads"] == "2"
     assert (told["--connector"], told["--redis-url"], told["--dtype"]) == ("shm", "redis://x", "float32")
+    assert told["--device"] == "cuda"
     assert told["--borrow"] == "0,1,4,5"
     assert "--num-blocks" not in told
     assert "--model-id" not in told
