@@ -3,6 +3,7 @@ that a gateway or a client never loads torch."""
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -87,10 +88,10 @@ def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _cores(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(core) for core in value.split(",") if core)
-    except ValueError as error:
-        raise click.BadParameter(f"cores are numbers with commas between, as 2,3: got {value!r}") from error
+    cores = [core.strip() for core in value.split(",") if core]
+    if not all(core.isdecimal() and int(core) < (os.cpu_count() or 1) for core in cores):
+        raise click.BadParameter(f"cores of this host, with commas between, as 2,3: got {value!r}")
+    return tuple(map(int, cores))
 
 
 def _worker_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -28,11 +29,13 @@ constexpr int64_t PROBE_NS = 1000000;    // and takes no work before it had it f
 constexpr int64_t MIN_REST_NS = 20000000, MAX_REST_NS = 1000000000;  // doubles with every loss in a row
 constexpr int MAX_CORES = 1024;
 
-int64_t now_ns() {
+int64_t read_ns(clockid_t clock) {
     timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
+    clock_gettime(clock, &time);
     return time.tv_sec * 1000000000LL + time.tv_nsec;
 }
+
+int64_t now_ns() { return read_ns(CLOCK_MONOTONIC); }
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -53,7 +56,10 @@ struct alignas(128) Helper {
     std::atomic<int32_t> is_called{0};
     std::atomic<int64_t> rest_until_ns{0};
     std::atomic<pid_t> thread{0};
-    int core = -1;  // borrowed; -1: one of the process's own
+    clockid_t clock{};  // of its running; set before it first comes inside
+    int core = -1;      // borrowed; -1: one of the process's own
+
+    int64_t run_ns() const { return read_ns(clock); }
 };
 
 struct Crew {
@@ -210,6 +216,7 @@ class Loan {
 // Waits for passes, and for their jobs.
 void help(Helper &self) {
     self.thread.store(static_cast<pid_t>(syscall(SYS_gettid)));
+    pthread_getcpuclockid(pthread_self(), &self.clock);
     if (self.core >= 0) {
         const sched_param none{};
         if (sched_setscheduler(0, SCHED_IDLE, &none) != 0 || !move_to(0, self.core)) return;
@@ -241,32 +248,36 @@ void help(Helper &self) {
     }
 }
 
-// The helper lost its core, most likely: it may have this one, with a priority like the owner's (where the system allows
-// that), as long as the owner waits.
+// The helper lost its core: it may have this one, with a priority like the owner's (where the system allows that), as
+// long as the owner waits.
 void fetch(Helper &helper) {
     helper.is_fetched.store(1);
     const pid_t thread = helper.thread.load();
     const sched_param none{};
     cpu_set_t own;
     sched_getaffinity(0, sizeof own, &own);
-    if (helper.core >= 0) {
-        sched_setscheduler(thread, SCHED_OTHER, &none);
-        sched_setaffinity(thread, sizeof own, &own);
-    }
+    sched_setscheduler(thread, SCHED_OTHER, &none);
+    sched_setaffinity(thread, sizeof own, &own);
     while (helper.is_inside.load()) sleep_while(helper.is_inside, 1);
-    if (helper.core >= 0) {
-        sched_setscheduler(thread, SCHED_IDLE, &none);
-        move_to(thread, helper.core);
-    }
+    sched_setscheduler(thread, SCHED_IDLE, &none);
+    move_to(thread, helper.core);
     helper.is_fetched.store(0);
     crew.num_fetched.fetch_add(1);
 }
 
+// A helper that runs is only late; one on a borrowed core that does not is fetched.
 void await(Helper &helper) {
-    const int64_t until_ns = now_ns() + PATIENCE_NS;
+    int64_t from_ns = now_ns(), run_ns = helper.run_ns();
     for (int spins = 0; helper.is_inside.load(); spins++) {
-        if (spins % SPINS == 0 && now_ns() > until_ns) return fetch(helper);
         pause_briefly();
+        if (spins % SPINS != 0 || now_ns() - from_ns < PATIENCE_NS) continue;
+        if (helper.core < 0) {
+            sched_yield();
+            continue;
+        }
+        const int64_t ran_ns = helper.run_ns() - run_ns;
+        if (2 * ran_ns < now_ns() - from_ns) return fetch(helper);
+        from_ns = now_ns(), run_ns += ran_ns;
     }
 }
 
@@ -288,14 +299,9 @@ void run_pieces(int64_t count, Piece piece, void *body) {
     crew.is_taken.store(false);
 }
 
-Shift::Shift() {
-    if (crew.helpers.empty()) return;
-    crew.num_shifts.fetch_add(1);
-}
+Shift::Shift() { crew.num_shifts.fetch_add(1); }
 
-Shift::~Shift() {
-    if (!crew.helpers.empty()) crew.num_shifts.fetch_sub(1);
-}
+Shift::~Shift() { crew.num_shifts.fetch_sub(1); }
 
 // Once in a process, before its first pass: helpers on cores[0..num]; -1 is any core of the process's own.
 extern "C" void start_crew(const int32_t *cores, int64_t num) {

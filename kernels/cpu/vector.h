@@ -221,7 +221,6 @@ constexpr int REGISTER = 16;
 typedef v16 lanes;
 typedef u16 lane_bits;
 typedef v16_unaligned lanes_unaligned;
-INLINE lanes splat_register(float x) { return splat(x); }
 
 // rows[i][j] becomes rows[j][i]: four rounds of interleaving row i with row i + 8.
 INLINE void transpose(lanes *rows) {
@@ -246,7 +245,6 @@ constexpr int REGISTER = 8;
 typedef v8 lanes;
 typedef u8 lane_bits;
 typedef v8_unaligned lanes_unaligned;
-INLINE lanes splat_register(float x) { return splat8(x); }
 
 // rows[i][j] becomes rows[j][i]: pairs, then fours, then halves change places.
 INLINE void transpose(lanes *r) {

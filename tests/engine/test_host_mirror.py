@@ -48,10 +48,13 @@ class Rig:
         self.region.close()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@given(
+any_blocks = given(
     blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True), num_staged=st.integers(0, NUM_BLOCKS + 1)
 )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@any_blocks
 def test_what_is_published_is_the_pools_and_the_rest_of_the_region_stays(device, blocks, num_staged):
     rig = Rig(num_staged, device)
     pool, region = rig.in_pool(), rig.in_region()
@@ -62,9 +65,7 @@ def test_what_is_published_is_the_pools_and_the_rest_of_the_region_stays(device,
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@given(
-    blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True), num_staged=st.integers(0, NUM_BLOCKS + 1)
-)
+@any_blocks
 def test_what_is_taken_in_is_the_regions_and_the_rest_of_the_pool_stays(device, blocks, num_staged):
     rig = Rig(num_staged, device)
     pool, region = rig.in_pool(), rig.in_region()
