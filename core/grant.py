@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from core.ids import BlockHash, BlockId, Epoch, HandoffId, WorkerId
+from core.sampling import Top
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +76,15 @@ class RunDigest:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What prefill sampled for one choice at output position `position` (0 unless a stream is being recovered)."""
+    """What prefill sampled for one choice at output position `position` (0 unless a stream is being recovered). `top`
+    are the likeliest tokens with their log-probabilities, if it asked for some."""
 
     choice: int
     position: int
     token_id: int
     logprob: float
     is_finished: bool = False
+    top: Top = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,7 @@ class DecodeTier:
         if token is None:
             return
         if not token.is_valid:
-            self._fail(sequence, ErrorCode.ENGINE, "the model produced logits that are not finite")
+            self._fail(sequence, token.error.code, str(token.error))
             return
         position = sequence.num_outputs - 1
         self.events.append(
@@ -237,6 +237,7 @@ class DecodeTier:
                 reason or "",
                 sequence.queue_s,
                 sequence.num_preemptions,
+                token.top,
             )
         )
         self._note_suspended(sequence)

@@ -188,5 +188,6 @@ def _token(event: Token) -> pb.DecodeEvent:
         finish_reason=convert.FINISH_REASONS[event.finish_reason],
         queue_s=event.queue_s,
         num_preemptions=event.num_preemptions,
+        top=convert.top_to_proto(event.top),
     )
     return pb.DecodeEvent(token=token)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from core.errors import EngineFailed, InvalidRequest
+from core.errors import InvalidRequest
 from core.ids import HandoffId, RequestId
 from core.kv_region import KVRegion
 from core.sampling import SamplingParams
@@ -85,7 +85,7 @@ class LLM:
         if token is None:
             return
         if not token.is_valid:
-            raise EngineFailed("the model produced logits that are not finite")
+            raise token.error
         logprobs[sequence.id].append(token.logprob)
         if reason is not None:
             reasons[sequence.id] = reason

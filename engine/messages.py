@@ -8,7 +8,7 @@ import msgspec
 from core.grant import FirstToken
 from core.ids import BlockHash, BlockId, HandoffId
 from core.load import Load
-from core.sampling import SamplingParams
+from core.sampling import SamplingParams, Top
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
@@ -107,7 +107,7 @@ class Reserved(Event, frozen=True, tag=True):
 
 
 class Token(Event, frozen=True, tag=True):
-    """Decode: one token of one choice."""
+    """Decode: one token of one choice, with the likeliest ones in its place if the request asks for them."""
 
     choice: int
     position: int
@@ -116,6 +116,7 @@ class Token(Event, frozen=True, tag=True):
     finish_reason: str
     queue_s: float
     num_preemptions: int
+    top: Top = ()
 
 
 class WorkFailed(Event, frozen=True, tag=True):

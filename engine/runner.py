@@ -12,9 +12,11 @@ from engine.batch import BatchEntry, ForwardBatch, build_batch
 from engine.cuda_graphs import CudaCapture, DecodeGraphs
 from engine.device_sampler import sample_on_device
 from engine.kv_pool import KVPool
+from engine.logit_rules import LogitRules, RuledRow
 from engine.model import LlamaModel
-from engine.sampler import SamplingBatch, sample
+from engine.sampler import SamplingBatch, SamplingRow, sample
 from engine.scheduler import Sampled, Work
+from engine.sequence import Sequence
 
 
 class ModelRunner:
@@ -36,14 +38,27 @@ class ModelRunner:
         sampling = [item.sequence for item in work if item.needs_token]
         if not sampling:
             return {}
-        requests = SamplingBatch.build([(s.params, s.seed, s.num_outputs) for s in sampling])
-        drawn = self._sample(logits, requests)
+        drawn = self._sample(logits, SamplingBatch.build([_row(sequence) for sequence in sampling]))
+        is_valid = drawn.is_finite & drawn.is_possible
         return {
             sequence.id: Sampled(
-                int(drawn.token_ids[row]), float(drawn.logprobs[row]), bool(drawn.is_valid[row])
+                int(drawn.token_ids[row]),
+                float(drawn.logprobs[row]),
+                bool(is_valid[row]),
+                drawn.tops.get(row, ()),
+                bool(drawn.is_possible[row]),
             )
             for row, sequence in enumerate(sampling)
         }
+
+
+def _row(sequence: Sequence) -> SamplingRow:
+    ruled = None
+    if sequence.params.changes_logits:
+        if sequence.rules is None:
+            sequence.rules = LogitRules(sequence.params)
+        ruled = RuledRow(sequence.rules, sequence.tokens, sequence.num_prompt_tokens)
+    return SamplingRow(sequence.params, sequence.seed, sequence.num_outputs, ruled)
 
 
 def _entry(work: Work) -> BatchEntry:

@@ -28,7 +28,9 @@ from itertools import count
 from typing import NamedTuple
 
 from core.clock import Clock
+from core.errors import EngineFailed, InvalidRequest, TandemError
 from core.ids import BlockHash, BlockId, HandoffId
+from core.sampling import Top
 from engine.block_pool import BlockPool
 from engine.sequence import FinishReason, Sequence
 
@@ -57,11 +59,21 @@ class Work(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What the sampler drew for one sequence; `is_valid` is False when its logits were not finite."""
+    """What the sampler drew for one sequence, with the likeliest tokens if it asked for some. Without `is_valid` it
+    drew nothing: the logits were not finite, or (not `is_possible`) the request's own parameters left nothing."""
 
     token_id: int
     logprob: float
     is_valid: bool
+    top: Top = ()
+    is_possible: bool = True
+
+    @property
+    def error(self) -> TandemError:
+        """What an invalid one means."""
+        if self.is_possible:
+            return EngineFailed("the model produced logits that are not finite")
+        return InvalidRequest("body", "the request's own limits leave no token to draw")
 
 
 class Progress(NamedTuple):

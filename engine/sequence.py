@@ -10,6 +10,7 @@ from enum import StrEnum
 from core.block_hash import HASH_BLOCK_TOKENS, hash_block
 from core.ids import BlockHash, BlockId, HandoffId
 from core.sampling import SamplingParams
+from engine.logit_rules import LogitRules
 
 
 class FinishReason(StrEnum):
@@ -21,7 +22,8 @@ class FinishReason(StrEnum):
 class Sequence:
     """Mutable, owned by one scheduler. `credit` is how many tokens may still be made before
     the reader must ask for more; `queue_s` is how long it last waited for a step. `arrival` numbers the sequences of
-    a scheduler; `num_forced` counts those preemptions that a lack of credit does not explain."""
+    a scheduler; `num_forced` counts those preemptions that a lack of credit does not explain. `rules` are the
+    runner's, made when they are first needed."""
 
     id: HandoffId
     tokens: list[int]
@@ -38,6 +40,7 @@ class Sequence:
     num_forced: int = 0
     waits_since_s: float | None = None
     queue_s: float = 0.0
+    rules: LogitRules | None = None
     _chain: list[BlockHash] = field(default_factory=list)
 
     @property

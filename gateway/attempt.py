@@ -262,7 +262,7 @@ class Attempt:
         assert first is not None
         if first.position < len(self._committed) and self._committed[first.position] != first.token_id:
             raise TransferFailed(f"token {first.position} is another than the one already streamed")
-        return self._accept(first.choice, first.position, first.token_id, first.logprob, first.finish_reason)
+        return self._accept(first)
 
     def _on_seal_verified(self, verified: pb.DecodeSealVerified) -> list[OutputToken]:
         """The decode worker has it all: the prefill side ends. Its first token must be the one already streamed."""
@@ -294,7 +294,7 @@ class Attempt:
         self._report.num_preemptions = self._num_preempted_before + token.num_preemptions
         self._spend_credit(token)
         reason = token.finish_reason
-        tokens = self._accept(token.choice, token.position, token.token_id, token.logprob, reason)
+        tokens = self._accept(token)
         if reason:
             self._leave_decode()
             self._lifetime.advance(HandoffState.FINISHED)
@@ -321,16 +321,15 @@ class Attempt:
             self._credit = CREDIT_TOKENS
             self._decode.send(commands.add_credit(self.id, num_tokens))
 
-    def _accept(
-        self, choice: int, position: int, token_id: int, logprob: float, reason: types.FinishReason
-    ) -> list[OutputToken]:
+    def _accept(self, token: types.FirstToken | pb.DecodeToken) -> list[OutputToken]:
         """In order and once: a position that was accepted already is dropped, a gap is a fault of the workers."""
-        if position < self._next_position:
+        if token.position < self._next_position:
             return []
-        if position > self._next_position:
-            raise TransferFailed(f"token {position} came before token {self._next_position}")
+        if token.position > self._next_position:
+            raise TransferFailed(f"token {token.position} came before token {self._next_position}")
         self._next_position += 1
-        return [OutputToken(choice, position, token_id, logprob, convert.finish_name(reason))]
+        reason, top = convert.finish_name(token.finish_reason), convert.top_from_proto(token.top)
+        return [OutputToken(token.choice, token.position, token.token_id, token.logprob, reason, top)]
 
     def _on_failed(self, event: FromWorker) -> None:
         """A refusal of a reserve tries the next decode worker; anything else ends the attempt."""

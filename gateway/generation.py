@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from core.ids import BlockHash, RequestId, new_request_id
-from core.sampling import SamplingParams
+from core.sampling import SamplingParams, Top
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,12 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class OutputToken:
-    """One token of one choice, accepted in order. `finish_reason` is empty but on the choice's last token."""
+    """One token of one choice, accepted in order. `finish_reason` is empty but on the choice's last token; `top` are
+    the likeliest tokens in its place, if the request asks for some."""
 
     choice: int
     position: int
     token_id: int
     logprob: float
     finish_reason: str
+    top: Top = ()

@@ -140,13 +140,15 @@ class PrefillTier:
     def _report(self, progress: Progress) -> None:
         sequence, token, reason = progress
         if token is not None and not token.is_valid:
-            self._fail(sequence, ErrorCode.ENGINE, "the model produced logits that are not finite")
+            self._fail(sequence, token.error.code, str(token.error))
             return
         self.events.append(Computed(sequence.id, sequence.num_computed))
         if token is None:
             return
         position = sequence.num_outputs - 1
-        first_token = FirstToken(sequence.choice, position, token.token_id, token.logprob, reason is not None)
+        first_token = FirstToken(
+            sequence.choice, position, token.token_id, token.logprob, reason is not None, token.top
+        )
         first = First(sequence.id, [first_token], [reason or ""], self._chain_hash(sequence))
         self.events.append(first)
         self._lease(sequence, first)

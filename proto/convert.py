@@ -6,7 +6,7 @@ from core.grant import FirstToken, Grant
 from core.ids import BlockId, Epoch, HandoffId, RequestId, WorkerId
 from core.kv_spec import DType, KVSpec
 from core.load import Load
-from core.sampling import SamplingParams
+from core.sampling import SamplingParams, Top
 from core.worker import WorkerRecord
 from proto import session_pb2 as session
 from proto import types_pb2 as pb
@@ -40,15 +40,28 @@ def identity_to_proto(worker_id: WorkerId, epoch: Epoch) -> pb.WorkerIdentity:
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
-    return pb.SamplingParams(
+    message = pb.SamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
+        min_p=params.min_p,
         seed=params.seed,
         stop_token_ids=params.stop_token_ids,
-        logprobs=params.logprobs,
+        min_tokens=params.min_tokens,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=[pb.TokenSequence(ids=word) for word in params.bad_words],
+        grammar=params.grammar,
+        num_logprobs=params.num_logprobs,
+        priority=params.priority,
     )
+    if params.num_prompt_logprobs >= 0:
+        message.num_prompt_logprobs = params.num_prompt_logprobs
+    return message
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
@@ -57,10 +70,37 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
         temperature=message.temperature,
         top_p=message.top_p,
         top_k=message.top_k,
+        min_p=message.min_p,
         seed=message.seed,
         stop_token_ids=tuple(message.stop_token_ids),
-        logprobs=message.logprobs,
+        min_tokens=message.min_tokens,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        grammar=message.grammar,
+        num_logprobs=message.num_logprobs,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else -1,
+        priority=message.priority,
     )
+
+
+def top_to_proto(top: Top) -> pb.TopTokens | None:
+    """None for an empty one: most tokens have none."""
+    if not top:
+        return None
+    return pb.TopTokens(token_ids=[pair[0] for pair in top], logprobs=[pair[1] for pair in top])
+
+
+def top_from_proto(message: pb.TopTokens) -> Top:
+    """Raises EngineFailed when ids and log-probabilities are not as many."""
+    if len(message.token_ids) != len(message.logprobs):
+        raise EngineFailed(
+            f"{len(message.token_ids)} likeliest tokens, {len(message.logprobs)} probabilities"
+        )
+    return tuple(zip(message.token_ids, message.logprobs, strict=True))
 
 
 def kv_spec_to_proto(spec: KVSpec) -> pb.KVSpec:
@@ -122,6 +162,7 @@ def first_token_to_proto(token: FirstToken, finish_reason: str = "") -> pb.First
         token_id=token.token_id,
         logprob=token.logprob,
         finish_reason=FINISH_REASONS[finish_reason],
+        top=top_to_proto(token.top),
     )
 
 

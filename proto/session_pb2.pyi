@@ -254,7 +254,7 @@ class DecodeSealVerified(_message.Message):
     def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[_types_pb2.FirstToken, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., connector: _Optional[str] = ...) -> None: ...
 
 class DecodeToken(_message.Message):
-    __slots__ = ("handoff_id", "choice", "position", "token_id", "logprob", "finish_reason", "queue_s", "num_preemptions")
+    __slots__ = ("handoff_id", "choice", "position", "token_id", "logprob", "finish_reason", "queue_s", "num_preemptions", "top")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +263,7 @@ class DecodeToken(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
     handoff_id: _types_pb2.HandoffId
     choice: int
     position: int
@@ -271,4 +272,5 @@ class DecodeToken(_message.Message):
     finish_reason: _types_pb2.FinishReason
     queue_s: float
     num_preemptions: int
-    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., choice: _Optional[int] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., queue_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+    top: _types_pb2.TopTokens
+    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., choice: _Optional[int] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., queue_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., top: _Optional[_Union[_types_pb2.TopTokens, _Mapping]] = ...) -> None: ...

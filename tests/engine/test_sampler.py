@@ -46,7 +46,7 @@ def test_tiny_temperatures_are_greedy(logits):
     for temperature in (1e-12, 1e-30, 1e-300, 1e-5):
         result = sample(logits, SamplingBatch.build([(params(temperature=temperature), 7, 3)]))
         assert result.token_ids[0] == logits.argmax()
-        assert result.is_valid[0] and np.isfinite(result.logprobs[0])
+        assert result.is_finite[0] and np.isfinite(result.logprobs[0])
 
 
 def test_logprobs_are_of_the_raw_logits(logits):
@@ -167,13 +167,13 @@ def test_no_token_comes_from_a_row_that_is_not_finite(logits, bad, which):
     batch = logits.repeat(3, 1)
     batch[1, 77] = bad
     result = sample(batch, SamplingBatch.build(rows))
-    assert result.is_valid.tolist() == [True, False, True]
+    assert result.is_finite.tolist() == [True, False, True]
     assert result.token_ids[0] == result.token_ids[2] == draw(logits, rows[0])[0]
 
 
 def test_forbidden_tokens_are_never_drawn():
     logits = torch.full((1, VOCAB), -torch.inf)
-    assert not sample(logits, SamplingBatch.build([(params(), 0, 0)])).is_valid[0]
+    assert not sample(logits, SamplingBatch.build([(params(), 0, 0)])).is_finite[0]
     logits[0, 123] = -5.0
     for values in ({}, {"top_p": 0.5}, {"top_k": 10}, {"temperature": 0.0}):
         assert set(draw_many(logits, 50, **values).tolist()) == {123}

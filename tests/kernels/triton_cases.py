@@ -7,7 +7,8 @@ import torch
 
 from core.sampling import SamplingParams
 from engine.device_sampler import sample_on_device
-from engine.sampler import SamplingBatch, sample
+from engine.logit_rules import LogitRules, RuledRow
+from engine.sampler import SamplingBatch, SamplingRow, sample
 from kernels import reference, triton_blocks, triton_bodies
 from kernels.layouts import PADDING_SLOT, Caches, Ragged, Rope, TokenSlots
 from kernels.triton_runtime import IS_INTERPRETED
@@ -157,16 +158,41 @@ def sampling_batch(num_rows, seed=0):
 
 def assert_draws_are_those_of_the_sampler(logits, requests):
     actual, expected = sample_on_device(moved(logits), requests), sample(logits, requests)
-    assert actual.is_valid.tolist() == expected.is_valid.tolist()
+    assert actual.is_finite.tolist() == expected.is_finite.tolist()
     assert actual.token_ids.tolist() == expected.token_ids.tolist()
-    finite = expected.is_valid
+    finite = expected.is_finite
     np.testing.assert_allclose(actual.logprobs[finite], expected.logprobs[finite], rtol=1e-5, atol=1e-5)
-    assert [part.dtype for part in actual] == [part.dtype for part in expected]
+    assert actual.is_possible.tolist() == expected.is_possible.tolist()
+    assert [part.dtype for part in actual[:-1]] == [part.dtype for part in expected[:-1]]
+    assert actual.tops.keys() == expected.tops.keys()
+    for row, top in expected.tops.items():
+        assert [token for token, _ in actual.tops[row]] == [token for token, _ in top]
 
 
 def test_draws():
     logits = torch.randn(len(VARIANTS), VOCAB, generator=torch.Generator().manual_seed(2)) * 3
     assert_draws_are_those_of_the_sampler(logits, sampling_batch(len(VARIANTS), 2**64 - 4))
+
+
+RULES = [
+    {"min_p": 0.3, "num_logprobs": 3},
+    {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 1.0, "temperature": 0.0},
+    {"logit_bias": ((4, 3.0), (9, -100.0)), "top_k": 5},
+    {"allowed_token_ids": (1, 5, 9), "bad_words": ((9, 5), (1,)), "top_p": 0.9},
+    {"allowed_token_ids": (1,), "bad_words": ((1,),)},
+    {"stop_token_ids": (2, 3), "min_tokens": 9},
+]
+
+
+def test_draws_from_changed_logits():
+    rows = []
+    for index, values in enumerate([*RULES, {}, *RULES]):
+        params = SamplingParams(1, **values)
+        ruled = RuledRow(LogitRules(params), [7, 4, 9, 9], 2) if values else None
+        rows.append(SamplingRow(params, index, 2, ruled))
+    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(5)) * 3
+    with np.errstate(invalid="ignore"):  # in the interpreter
+        assert_draws_are_those_of_the_sampler(logits, SamplingBatch.build(rows))
 
 
 def test_draws_of_ties():

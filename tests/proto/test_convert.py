@@ -35,8 +35,28 @@ GRANTS = st.builds(
     st.lists(TEXT).map(tuple),
     st.binary(),
 )
+IDS = st.lists(UINT32).map(tuple)
+TOPS = st.lists(st.tuples(UINT32, st.floats(width=32, allow_nan=False))).map(tuple)
 PARAMS = st.builds(
-    SamplingParams, UINT32, FINITE, FINITE, UINT32, UINT64, st.lists(UINT32).map(tuple), st.booleans()
+    SamplingParams,
+    max_tokens=UINT32,
+    temperature=FINITE,
+    top_p=FINITE,
+    top_k=UINT32,
+    min_p=FINITE,
+    seed=UINT64,
+    stop_token_ids=IDS,
+    min_tokens=UINT32,
+    presence_penalty=FINITE,
+    frequency_penalty=FINITE,
+    repetition_penalty=FINITE.filter(bool),
+    logit_bias=st.dictionaries(UINT32, FINITE).map(lambda bias: tuple(sorted(bias.items()))),
+    allowed_token_ids=IDS,
+    bad_words=st.lists(IDS).map(tuple),
+    grammar=TEXT,
+    num_logprobs=UINT32,
+    num_prompt_logprobs=st.integers(-1, 2**32 - 1),
+    priority=st.integers(-(2**31), 2**31 - 1),
 )
 LOADS = st.builds(
     Load, UINT32, UINT32, UINT64, UINT32, UINT32, FINITE, FINITE, st.dictionaries(TEXT, UINT32), UINT64
