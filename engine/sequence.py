@@ -10,6 +10,7 @@ from enum import StrEnum
 from core.block_hash import HASH_BLOCK_TOKENS, hash_block
 from core.ids import BlockHash, BlockId, HandoffId
 from core.sampling import SamplingParams
+from core.scores import PromptScore
 from engine.logit_rules import LogitRules
 
 
@@ -23,7 +24,8 @@ class Sequence:
     """Mutable, owned by one scheduler. `credit` is how many tokens may still be made before
     the reader must ask for more; `queue_s` is how long it last waited for a step. `arrival` numbers the sequences of
     a scheduler; `num_forced` counts those preemptions that a lack of credit does not explain. `rules` are the
-    runner's, made when they are first needed."""
+    runner's, made when they are first needed; `scores` are of its prompt's tokens, from the runner to whoever reports
+    them."""
 
     id: HandoffId
     tokens: list[int]
@@ -41,6 +43,7 @@ class Sequence:
     waits_since_s: float | None = None
     queue_s: float = 0.0
     rules: LogitRules | None = None
+    scores: list[PromptScore] = field(default_factory=list)
     _chain: list[BlockHash] = field(default_factory=list)
 
     @property
@@ -50,6 +53,21 @@ class Sequence:
     @property
     def num_to_compute(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether its prompt's tokens are to get scores: every one is computed then, cached or not."""
+        return self.params.num_prompt_logprobs >= 0 and self.num_outputs == 0
+
+    @property
+    def num_scored(self) -> int:
+        """Prompt tokens that a computed token predicts."""
+        return min(self.num_computed, self.num_prompt_tokens - 1)
+
+    def take_scores(self) -> list[PromptScore]:
+        """Those since the last call."""
+        scores, self.scores = self.scores, []
+        return scores
 
     @property
     def seed(self) -> int:

@@ -70,7 +70,7 @@ class TandemServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """The same, streamed: any number of text chunks, then exactly one that has a finish reason.
+        """The same, streamed: of each choice any number of chunks, the last of which has a finish reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

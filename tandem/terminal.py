@@ -51,9 +51,9 @@ async def _show(address: str, request: pb.GenerateRequest) -> tuple[pb.GenerateC
     """Print the stream as it comes; its last chunk and the whole text. Raises TandemError."""
     text, last = "", pb.GenerateChunk()
     async for last in _stream(address, request):
-        sys.stdout.write(last.text)
+        sys.stdout.write(last.choice.text)
         sys.stdout.flush()
-        text += last.text
+        text += last.choice.text
     return last, text
 
 
@@ -68,7 +68,7 @@ async def _stream(address: str, request: pb.GenerateRequest) -> AsyncIterator[pb
 
 def describe_timing(chunk: pb.GenerateChunk) -> str:
     """One line a stage; they add up to the total."""
-    timing, usage = chunk.timing, chunk.usage
+    timing, usage = chunk.choice.timing, chunk.usage
     lines = [f"  {stage:<13}{getattr(timing, f'{stage}_s') * 1000:9.1f} ms" for stage in STAGES]
     lines.append(f"  {'total':<13}{timing.total_s * 1000:9.1f} ms")
     path = f"{timing.prefill_worker_id} -> {timing.decode_worker_id or 'nobody'}"
