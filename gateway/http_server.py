@@ -17,6 +17,7 @@ from core.errors import Busy, EngineFailed, InvalidRequest, TandemError, Unavail
 from gateway.openai_objects import ChatShape, CompletionShape, Envelope, Shape, error_object, http_status
 from gateway.openai_schema import ChatBody, CompletionBody, TokenizeBody, parse_body
 from gateway.serving import Serving, TextChunk, TextGeneration
+from gateway.static_page import page_routes
 
 MAX_REQUEST_ID_LEN = 128
 TIMING_HEADER = "x-tandem-timing"
@@ -43,6 +44,7 @@ class HttpFront:
                 Route("/ready", self.ready),
                 Route("/metrics", self.metrics),
                 Route("/cluster", self.cluster),
+                *page_routes(),
             ],
             exception_handlers={TandemError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
         )
