@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import math
+from collections.abc import AsyncGenerator
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -16,9 +18,11 @@ from core.errors import (
     DeadlineExceeded,
     InvalidRequest,
     ModelNotFound,
+    StreamNotFound,
     TandemError,
     Unavailable,
 )
+from gateway.resumable import ResumableStreams
 from gateway.serving import MAX_STOP_LEN, MAX_STOP_STRINGS, Ask, Prompt, Serving, TextChunk, TextGeneration
 from proto import client_pb2 as pb
 from proto import client_pb2_grpc, convert
@@ -39,6 +43,7 @@ ROLES = ("system", "user", "assistant")
 _STATUS = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    StreamNotFound: grpc.StatusCode.NOT_FOUND,
     Busy: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -52,6 +57,7 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
     def __init__(self, serving: Serving, stall_limit_s: float) -> None:
         self._serving = serving
         self._stall_limit_s = stall_limit_s
+        self._held: ResumableStreams[pb.GenerateChunk] = ResumableStreams()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         try:
@@ -70,12 +76,26 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> None:
         try:
+            if request.resumable:
+                self._held.check_room()
             generation = await self._serving.prepare(self._ask(request), context.time_remaining())
-            async with contextlib.aclosing(generation.chunks()) as chunks:
-                async for chunk in chunks:
-                    await self._write(context, _chunk(generation, chunk))
+            make_messages = partial(_messages, generation)
+            await self._send(
+                context, self._held.hold(make_messages) if request.resumable else make_messages()
+            )
         except TandemError as error:
             await _abort(context, error)
+
+    async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Any) -> None:
+        try:
+            await self._send(context, self._held.resume(request.resume_token, request.offset))
+        except TandemError as error:
+            await _abort(context, error)
+
+    async def _send(self, context: Any, messages: AsyncGenerator[pb.GenerateChunk, None]) -> None:
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                await self._write(context, message)
 
     async def _write(self, context: Any, message: pb.GenerateChunk) -> None:
         """Returns when there is room for more. Raises DeadlineExceeded for a client that takes nothing: its stream
@@ -160,6 +180,17 @@ def _check_ranges(request: pb.GenerateRequest) -> None:
 
 def _is_visible(text: str) -> bool:
     return all("!" <= character <= "~" for character in text)
+
+
+async def _messages(
+    generation: TextGeneration, resume_token: str = ""
+) -> AsyncGenerator[pb.GenerateChunk, None]:
+    """Closing it early aborts the request."""
+    if resume_token:
+        yield pb.GenerateChunk(request_id=generation.request_id, resume_token=resume_token)
+    async with contextlib.aclosing(generation.chunks()) as chunks:
+        async for chunk in chunks:
+            yield _chunk(generation, chunk)
 
 
 def _chunk(generation: TextGeneration, chunk: TextChunk) -> pb.GenerateChunk:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from proto import types_pb2 as proto_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12proto/client.proto\x12\ttandem.v1\x1a\x11proto/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x83\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x06H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x19\n\x11\x63lient_request_id\x18\r \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"\\\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\xdf\x02\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x14\n\x0cgrant_wait_s\x18\x03 \x01(\x01\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x05 \x01(\x01\x12\x14\n\x0c\x66irst_step_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\x12\x0f\n\x07total_s\x18\x08 \x01(\x01\x12\x1d\n\x15time_to_first_token_s\x18\t \x01(\x01\x12\x19\n\x11prefill_worker_id\x18\n \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x0b \x01(\t\x12\x11\n\tconnector\x18\x0c \x01(\t\x12\x10\n\x08kv_bytes\x18\r \x01(\x04\x12\x14\n\x0cnum_attempts\x18\x0e \x01(\r\x12\x0e\n\x06\x63\x61uses\x18\x0f \x03(\t\x12\x17\n\x0fnum_preemptions\x18\x10 \x01(\r\"\xbb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Usage\x12!\n\x06timing\x18\x06 \x01(\x0b\x32\x11.tandem.v1.Timing\"\xb8\x01\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Usage\x12!\n\x06timing\x18\x06 \x01(\x0b\x32\x11.tandem.v1.Timing\")\n\x13\x41\x62ortRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"+\n\x14\x41\x62ortRequestResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x11\n\x0fGetModelRequest\"_\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0b\x63ontext_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r2\xad\x02\n\x06Tandem\x12\x43\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse\x12H\n\x0eGenerateStream\x12\x1a.tandem.v1.GenerateRequest\x1a\x18.tandem.v1.GenerateChunk0\x01\x12O\n\x0c\x41\x62ortRequest\x12\x1e.tandem.v1.AbortRequestRequest\x1a\x1f.tandem.v1.AbortRequestResponse\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12proto/client.proto\x12\ttandem.v1\x1a\x11proto/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x96\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x06H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x19\n\x11\x63lient_request_id\x18\r \x01(\t\x12\x11\n\tresumable\x18< \x01(\x08\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"\\\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\xdf\x02\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x14\n\x0cgrant_wait_s\x18\x03 \x01(\x01\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x05 \x01(\x01\x12\x14\n\x0c\x66irst_step_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\x12\x0f\n\x07total_s\x18\x08 \x01(\x01\x12\x1d\n\x15time_to_first_token_s\x18\t \x01(\x01\x12\x19\n\x11prefill_worker_id\x18\n \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x0b \x01(\t\x12\x11\n\tconnector\x18\x0c \x01(\t\x12\x10\n\x08kv_bytes\x18\r \x01(\x04\x12\x14\n\x0cnum_attempts\x18\x0e \x01(\r\x12\x0e\n\x06\x63\x61uses\x18\x0f \x03(\t\x12\x17\n\x0fnum_preemptions\x18\x10 \x01(\r\"\xbb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Usage\x12!\n\x06timing\x18\x06 \x01(\x0b\x32\x11.tandem.v1.Timing\"\xce\x01\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Usage\x12!\n\x06timing\x18\x06 \x01(\x0b\x32\x11.tandem.v1.Timing\x12\x14\n\x0cresume_token\x18< \x01(\t\";\n\x13ResumeStreamRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\")\n\x13\x41\x62ortRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"+\n\x14\x41\x62ortRequestResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x11\n\x0fGetModelRequest\"_\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0b\x63ontext_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r2\xf9\x02\n\x06Tandem\x12\x43\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse\x12H\n\x0eGenerateStream\x12\x1a.tandem.v1.GenerateRequest\x1a\x18.tandem.v1.GenerateChunk0\x01\x12J\n\x0cResumeStream\x12\x1e.tandem.v1.ResumeStreamRequest\x1a\x18.tandem.v1.GenerateChunk0\x01\x12O\n\x0c\x41\x62ortRequest\x12\x1e.tandem.v1.AbortRequestRequest\x1a\x1f.tandem.v1.AbortRequestResponse\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,23 +39,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=148
   _globals['_TOKENIDS']._serialized_end=171
   _globals['_GENERATEREQUEST']._serialized_start=174
-  _globals['_GENERATEREQUEST']._serialized_end=561
-  _globals['_USAGE']._serialized_start=563
-  _globals['_USAGE']._serialized_end=655
-  _globals['_TIMING']._serialized_start=658
-  _globals['_TIMING']._serialized_end=1009
-  _globals['_GENERATERESPONSE']._serialized_start=1012
-  _globals['_GENERATERESPONSE']._serialized_end=1199
-  _globals['_GENERATECHUNK']._serialized_start=1202
-  _globals['_GENERATECHUNK']._serialized_end=1386
-  _globals['_ABORTREQUESTREQUEST']._serialized_start=1388
-  _globals['_ABORTREQUESTREQUEST']._serialized_end=1429
-  _globals['_ABORTREQUESTRESPONSE']._serialized_start=1431
-  _globals['_ABORTREQUESTRESPONSE']._serialized_end=1474
-  _globals['_GETMODELREQUEST']._serialized_start=1476
-  _globals['_GETMODELREQUEST']._serialized_end=1493
-  _globals['_GETMODELRESPONSE']._serialized_start=1495
-  _globals['_GETMODELRESPONSE']._serialized_end=1590
-  _globals['_TANDEM']._serialized_start=1593
-  _globals['_TANDEM']._serialized_end=1894
+  _globals['_GENERATEREQUEST']._serialized_end=580
+  _globals['_USAGE']._serialized_start=582
+  _globals['_USAGE']._serialized_end=674
+  _globals['_TIMING']._serialized_start=677
+  _globals['_TIMING']._serialized_end=1028
+  _globals['_GENERATERESPONSE']._serialized_start=1031
+  _globals['_GENERATERESPONSE']._serialized_end=1218
+  _globals['_GENERATECHUNK']._serialized_start=1221
+  _globals['_GENERATECHUNK']._serialized_end=1427
+  _globals['_RESUMESTREAMREQUEST']._serialized_start=1429
+  _globals['_RESUMESTREAMREQUEST']._serialized_end=1488
+  _globals['_ABORTREQUESTREQUEST']._serialized_start=1490
+  _globals['_ABORTREQUESTREQUEST']._serialized_end=1531
+  _globals['_ABORTREQUESTRESPONSE']._serialized_start=1533
+  _globals['_ABORTREQUESTRESPONSE']._serialized_end=1576
+  _globals['_GETMODELREQUEST']._serialized_start=1578
+  _globals['_GETMODELREQUEST']._serialized_end=1595
+  _globals['_GETMODELRESPONSE']._serialized_start=1597
+  _globals['_GETMODELRESPONSE']._serialized_end=1692
+  _globals['_TANDEM']._serialized_start=1695
+  _globals['_TANDEM']._serialized_end=2072
 # @@protoc_insertion_point(module_scope)
