@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -16,12 +17,14 @@ from core.errors import (
     DeadlineExceeded,
     InvalidRequest,
     ModelNotFound,
+    StreamNotFound,
     TandemError,
     Unavailable,
 )
 from gateway.answer import Answer
 from gateway.ask import Ask
 from gateway.grpc_schema import to_ask
+from gateway.resumable import ResumableStreams
 from gateway.serving import Serving
 from gateway.text_generation import EchoedPrompt, TextChunk
 from proto import client_pb2 as pb
@@ -43,6 +46,7 @@ MAX_SCORES = 4096
 _STATUS = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    StreamNotFound: grpc.StatusCode.NOT_FOUND,
     Busy: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -56,6 +60,7 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
     def __init__(self, serving: Serving, stall_limit_s: float) -> None:
         self._serving = serving
         self._stall_limit_s = stall_limit_s
+        self._held: ResumableStreams[pb.GenerateChunk] = ResumableStreams()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         try:
@@ -72,16 +77,27 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> None:
         try:
+            if request.resumable:
+                self._held.check_room()
             ask = to_ask(request, self._serving.model_id, is_stream=True)
             answer = await self._serving.prepare(ask, context.time_remaining())
-            num_open = ask.num_choices
-            async with contextlib.aclosing(answer.chunks()) as chunks:
-                async for chunk in chunks:
-                    num_open -= bool(chunk.finish_reason)
-                    for message in _messages(answer, ask, chunk, is_last=not num_open):
-                        await self._write(context, message)
+            make_messages = partial(_messages, answer, ask)
+            await self._send(
+                context, self._held.hold(make_messages) if request.resumable else make_messages()
+            )
         except TandemError as error:
             await _abort(context, error)
+
+    async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Any) -> None:
+        try:
+            await self._send(context, self._held.resume(request.resume_token, request.offset))
+        except TandemError as error:
+            await _abort(context, error)
+
+    async def _send(self, context: Any, messages: AsyncGenerator[pb.GenerateChunk, None]) -> None:
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                await self._write(context, message)
 
     async def _write(self, context: Any, message: pb.GenerateChunk) -> None:
         """Returns when there is room for more. Raises DeadlineExceeded for a client that takes nothing: its stream
@@ -108,19 +124,28 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
         )
 
 
-def _messages(answer: Answer, ask: Ask, chunk: TextChunk, is_last: bool) -> Iterator[pb.GenerateChunk]:
-    """A prompt's scores may be too many for one message."""
-    choice = _choice(answer, ask, [chunk])
-    scores = list(choice.prompt_logprobs)
-    for start in range(MAX_SCORES, len(scores), MAX_SCORES):
-        part = pb.Choice(index=choice.index, prompt_logprobs=scores[start - MAX_SCORES : start])
-        yield pb.GenerateChunk(request_id=answer.request_id, choice=part)
-    if len(scores) > MAX_SCORES:
-        del choice.prompt_logprobs[: (len(scores) - 1) // MAX_SCORES * MAX_SCORES]
-    message = pb.GenerateChunk(request_id=answer.request_id, choice=choice)
-    if is_last:
-        message.usage.CopyFrom(_usage(answer))
-    yield message
+async def _messages(
+    answer: Answer, ask: Ask, resume_token: str = ""
+) -> AsyncGenerator[pb.GenerateChunk, None]:
+    """Closing it early aborts the request."""
+    if resume_token:
+        yield pb.GenerateChunk(request_id=answer.request_id, resume_token=resume_token)
+    num_open = ask.num_choices
+    async with contextlib.aclosing(answer.chunks()) as chunks:
+        async for chunk in chunks:
+            choice = _choice(answer, ask, [chunk])
+            for part in _first_scores(choice):
+                yield pb.GenerateChunk(request_id=answer.request_id, choice=part)
+            num_open -= bool(chunk.finish_reason)
+            usage = None if num_open else _usage(answer)
+            yield pb.GenerateChunk(request_id=answer.request_id, choice=choice, usage=usage)
+
+
+def _first_scores(choice: pb.Choice) -> Iterator[pb.Choice]:
+    """Those of a prompt's scores that are too many for one message, taken out of `choice`."""
+    while len(choice.prompt_logprobs) > MAX_SCORES:
+        yield pb.Choice(index=choice.index, prompt_logprobs=choice.prompt_logprobs[:MAX_SCORES])
+        del choice.prompt_logprobs[:MAX_SCORES]
 
 
 def _choice(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:

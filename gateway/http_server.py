@@ -18,6 +18,7 @@ from gateway.answer import Answer
 from gateway.openai_objects import ChatShape, CompletionShape, Envelope, Shape, error_object, http_status
 from gateway.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from gateway.serving import Serving
+from gateway.static_page import page_routes
 from gateway.text_generation import TextChunk
 
 MAX_REQUEST_ID_LEN = 128
@@ -49,6 +50,7 @@ class HttpFront:
                 Route("/ready", self.ready),
                 Route("/metrics", self.metrics),
                 Route("/cluster", self.cluster),
+                *page_routes(),
             ],
             exception_handlers={TandemError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
         )
