@@ -3,14 +3,39 @@
 from typing import Annotated, Any
 
 from pydantic import Field
+from pydantic_core import from_json
 
 from core.errors import InvalidRequest
 from gateway.ask import MAX_CHOICES, Ask, Prompt
+from gateway.message_fields import ChatFields, MessageList, ToolMode, choose_tools
 from gateway.sampling_fields import NumLogprobs, SamplingFields, validated
 from proto import client_pb2 as pb
 
 MAX_REQUEST_ID_LEN = 128
-ROLES = ("system", "user", "assistant")
+_OF_CHATS = frozenset(
+    {
+        "tools",
+        "tool_choice",
+        "named_tool",
+        "parallel_tool_calls",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+    }
+)
+
+
+class GrpcChatFields(ChatFields):
+    """A chat of a GenerateRequest, with what is said of it beside."""
+
+    messages: MessageList
+    tool_choice: ToolMode | None = None
+    named_tool: str | None = None
+    parallel_tool_calls: bool | None = None
+
+    def prompt(self) -> Prompt:
+        tools = choose_tools(self.functions(), self.tool_choice, self.named_tool, self.parallel_tool_calls)
+        return Prompt("chat", chat=self.to_chat(self.messages, tools))
 
 
 class GenerateFields(SamplingFields):
@@ -49,22 +74,84 @@ def _set_fields(request: pb.GenerateRequest) -> dict[str, Any]:
             else value
         )
         for field, value in request.ListFields()
-        if field.containing_oneof is None or field.containing_oneof.name != "input"
+        if (field.containing_oneof is None or field.containing_oneof.name != "input")
+        and field.name not in _OF_CHATS
     }
 
 
 def _prompt(request: pb.GenerateRequest) -> Prompt:
+    given = next((field.name for field, _ in request.ListFields() if field.name in _OF_CHATS), None)
+    if given is not None and request.WhichOneof("input") != "chat":
+        raise InvalidRequest(given, f"{given} is for a chat")
     match request.WhichOneof("input"):
         case "text":
             return Prompt("text", text=request.text)
         case "token_ids":
             return Prompt("token_ids", token_ids=tuple(request.token_ids.ids))
         case "chat":
-            messages = tuple({"role": m.role, "content": m.content} for m in request.chat.messages)
-            wrong = next((message["role"] for message in messages if message["role"] not in ROLES), None)
-            if not messages:
-                raise InvalidRequest("chat", "at least one message is needed")
-            if wrong is not None:
-                raise InvalidRequest("chat", f"role {wrong!r} is not one of {', '.join(ROLES)}")
-            return Prompt("chat", messages=messages)
+            return _chat_prompt(request)
     raise InvalidRequest("input", "one of text, chat and token_ids is needed")
+
+
+def _chat_prompt(request: pb.GenerateRequest) -> Prompt:
+    try:
+        fields: GrpcChatFields = validated(GrpcChatFields, _chat_data(request))
+        return fields.prompt()
+    except InvalidRequest as error:
+        raise InvalidRequest("chat" if error.field == "messages" else error.field, str(error)) from error
+
+
+def _chat_data(request: pb.GenerateRequest) -> dict[str, Any]:
+    """As OpenAI's clients would write it."""
+    return {
+        "messages": [_message(message) for message in request.chat.messages],
+        "tools": [_tool(tool) for tool in request.tools],
+        "tool_choice": request.tool_choice or None,
+        "named_tool": request.named_tool or None,
+        "parallel_tool_calls": request.parallel_tool_calls
+        if request.HasField("parallel_tool_calls")
+        else None,
+        "add_generation_prompt": (
+            request.add_generation_prompt if request.HasField("add_generation_prompt") else None
+        ),
+        "continue_final_message": request.continue_final_message,
+        "chat_template_kwargs": _object("chat_template_kwargs", request.chat_template_kwargs),
+    }
+
+
+def _message(message: pb.ChatMessage) -> dict[str, Any]:
+    """No content beside calls stands for none."""
+    return {
+        "role": message.role,
+        "content": None if message.tool_calls and not message.content else message.content,
+        "name": message.name or None,
+        "tool_calls": [
+            {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ],
+        "tool_call_id": message.tool_call_id or None,
+        "reasoning_content": message.reasoning_content or None,
+    }
+
+
+def _tool(tool: pb.FunctionTool) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": _object("tools", tool.parameters),
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": function}
+
+
+def _object(field: str, text: str) -> dict[str, Any] | None:
+    """Raises InvalidRequest for what is no JSON object."""
+    if not text:
+        return None
+    try:
+        value = from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(field, f"{field}: no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, f"{field}: no JSON object")
+    return value

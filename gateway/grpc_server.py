@@ -27,6 +27,7 @@ from gateway.grpc_schema import to_ask
 from gateway.resumable import ResumableStreams
 from gateway.serving import Serving
 from gateway.text_generation import EchoedPrompt, TextChunk
+from gateway.tool_calls import joined_calls
 from proto import client_pb2 as pb
 from proto import client_pb2_grpc, convert
 
@@ -151,12 +152,17 @@ def _first_scores(choice: pb.Choice) -> Iterator[pb.Choice]:
 def _choice(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
     first, last = chunks[0], chunks[-1]
     tokens = [token for chunk in chunks for token in chunk.tokens]
+    calls = joined_calls(call for chunk in chunks for call in chunk.calls)
     echoed = first.prompt.text if first.prompt is not None else ""
     choice = pb.Choice(
         index=first.choice,
         text=echoed + "".join(chunk.text for chunk in chunks),
         token_ids=[token.token_id for token in tokens],
         finish_reason=convert.FINISH_REASONS[last.finish_reason],
+        tool_calls=[
+            pb.ToolCall(index=call.index, id=call.call_id, name=call.name, arguments=call.arguments)
+            for call in calls
+        ],
     )
     if isinstance(last.stop_reason, str):
         choice.stop_string = last.stop_reason

@@ -15,7 +15,8 @@ from starlette.routing import Route
 
 from core.errors import Busy, EngineFailed, InvalidRequest, TandemError, Unavailable
 from gateway.answer import Answer
-from gateway.openai_objects import ChatShape, CompletionShape, Envelope, Shape, error_object, http_status
+from gateway.chat_objects import ChatShape
+from gateway.openai_objects import CompletionShape, Envelope, Shape, error_object, http_status
 from gateway.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from gateway.serving import Serving
 from gateway.static_page import page_routes
@@ -229,10 +230,11 @@ async def _events(
             if (opening := envelope.shape.opening(choice)) is not None:
                 yield _event(envelope.chunk(opening, usage()))
         async for chunk in _with_first(first, rest):
-            part = envelope.chunk(envelope.shape.part(chunk), usage())
-            if chunk.finish_reason and wishes.timing:
-                part["timing"] = envelope.timing(chunk.choice)
-            yield _event(part)
+            for choice_part in envelope.shape.parts(chunk):
+                part = envelope.chunk(choice_part, usage())
+                if choice_part["finish_reason"] and wishes.timing:
+                    part["timing"] = envelope.timing(chunk.choice)
+                yield _event(part)
         if wishes.usage:
             yield _event(envelope.chunk(None, envelope.usage()))
         yield b"data: [DONE]\n\n"

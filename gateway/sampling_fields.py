@@ -94,6 +94,9 @@ class SamplingFields(Body):
                 stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
                 includes_stop=bool(self.include_stop_str_in_output),
                 skips_special_tokens=self.skip_special_tokens is not False,
+                tells_calls=any(
+                    prompt.chat is not None and prompt.chat.tools is not None for prompt in prompts
+                ),
             ),
             bad_words=tuple(self.bad_words or ()),
             n=self.n or 1,

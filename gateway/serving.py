@@ -16,6 +16,7 @@ from core.sampling import SamplingParams
 from core.worker import Role
 from gateway.answer import Answer
 from gateway.ask import Ask, Prompt
+from gateway.chat import Chat
 from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest
 from gateway.metrics import GatewayMetrics
@@ -23,6 +24,7 @@ from gateway.orchestrator import Generation, Orchestrator
 from gateway.text_generation import TextGeneration
 from gateway.text_stream import TextStream
 from gateway.tokenizer import TextTokenizer
+from gateway.tool_calls import ToolCallParser
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -76,8 +78,8 @@ class Serving:
         if prompt.token_ids is not None:
             return self._check_ids(prompt)
         self._check_len(prompt)
-        if prompt.messages is not None:
-            ids = await asyncio.to_thread(self.tokenizer.encode_chat, prompt.messages)
+        if prompt.chat is not None:
+            ids = await asyncio.to_thread(self.tokenizer.encode_chat, prompt.chat)
         else:
             ids = await asyncio.to_thread(self.tokenizer.encode_text, prompt.text or "")
         if not ids:
@@ -121,7 +123,7 @@ class Serving:
             )
             raise InvalidRequest(prompt.field, message)
         chain = await asyncio.to_thread(hash_chain, ids, self.fleet.fingerprint)
-        default = room if prompt.messages is not None else DEFAULT_MAX_TOKENS
+        default = room if prompt.chat is not None else DEFAULT_MAX_TOKENS
         max_tokens = default if ask.max_tokens is None else ask.max_tokens
         return PreparedPrompt(prompt, tuple(ids), tuple(chain), max(min(max_tokens, room), 1))
 
@@ -158,12 +160,18 @@ class Serving:
             frozenset(ask.sampling.stop_token_ids),
             echoed,
             ask.max_tokens == 0,
+            self._call_parser(prompt.asked.chat),
         )
+
+    def _call_parser(self, chat: Chat | None) -> ToolCallParser | None:
+        if chat is None or chat.tools is None:
+            return None
+        tools = chat.tools
+        return ToolCallParser(self.tokenizer.tool_format, tools.callable_names, tools.allows_several)
 
     def _check_len(self, prompt: Prompt) -> None:
         """Text that cannot fit however it is cut into tokens is not worth cutting."""
-        texts = [prompt.text or ""] if prompt.messages is None else [m["content"] for m in prompt.messages]
-        num_characters = sum(map(len, texts))
+        num_characters = len(prompt.text or "") if prompt.chat is None else prompt.chat.num_characters
         limit = self.context_len * self.tokenizer.longest_token_len
         if num_characters > limit:
             message = (
