@@ -5,8 +5,10 @@ that hold nothing, and quarantine for blocks that a writer may still touch. No t
                   └───────────────┴───────── AbortWork ────────────────┴────► released | quarantined
 """
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
 
 from core.errors import DeadlineExceeded, EngineFailed, ErrorCode, TandemError
 from core.ids import BlockHash, BlockId, HandoffId
@@ -34,6 +36,15 @@ MAX_LOCAL_TOKENS = 1024
 SUSPEND_LIMIT_S = 60.0
 
 
+class QueuedReserve(NamedTuple):
+    """A reserve that waits for room, until then: in order of priority, then of arrival."""
+
+    priority: int
+    number: int
+    until_s: float
+    command: Reserve
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """A sequence whose `in_flight` blocks are being received; its other blocks are cached ones it shares and the
@@ -51,7 +62,8 @@ class DecodeTier:
         self.engine = engine
         self.events: list[AnyEvent] = []
         self._fingerprint = fingerprint
-        self._queue: deque[tuple[float, Reserve]] = deque()
+        self._queue: list[QueuedReserve] = []
+        self._numbers = count()
         self._reserved: dict[HandoffId, Reservation] = {}
         self._running: dict[HandoffId, Sequence] = {}
         self._quarantined: dict[HandoffId, list[BlockId]] = {}
@@ -109,7 +121,8 @@ class DecodeTier:
         elif len(self._queue) >= MAX_QUEUED_RESERVES:
             self._refuse(command.id, ErrorCode.BUSY, "the queue of reserves is full")
         else:
-            self._queue.append((scheduler.clock() + command.wait_s, command))
+            until_s = scheduler.clock() + command.wait_s
+            insort(self._queue, QueuedReserve(command.params.priority, next(self._numbers), until_s, command))
 
     def _prefill_locally(self, sequence: Sequence) -> None:
         """Queue a prompt to be computed in chunks between the other sequences' tokens: only a short one may."""
@@ -130,7 +143,7 @@ class DecodeTier:
     def _is_known(self, handoff_id: HandoffId) -> bool:
         tables = (self._reserved, self._running, self._quarantined)
         is_held = any(handoff_id in table for table in tables)
-        return is_held or any(command.id == handoff_id for _, command in self._queue)
+        return is_held or any(entry.command.id == handoff_id for entry in self._queue)
 
     def _add_credit(self, command: Credit) -> None:
         sequence = self._running.get(command.id)
@@ -149,13 +162,13 @@ class DecodeTier:
             self._fail(self._running[handoff_id], DeadlineExceeded(message))
 
     def _serve_queue(self) -> None:
-        """Grant in order of arrival while there is room; refuse those that waited long enough."""
-        while self._queue and self._reserve(self._queue[0][1]):
-            self._queue.popleft()
+        """Grant in order while there is room; refuse those that waited long enough."""
+        while self._queue and self._reserve(self._queue[0].command):
+            del self._queue[0]
         now_s = self.engine.scheduler.clock()
-        for entry in [entry for entry in self._queue if entry[0] <= now_s]:
+        for entry in [entry for entry in self._queue if entry.until_s <= now_s]:
             self._queue.remove(entry)
-            self._refuse(entry[1].id, ErrorCode.BUSY, "no room for the prompt's blocks")
+            self._refuse(entry.command.id, ErrorCode.BUSY, "no room for the prompt's blocks")
 
     def _refuse(self, handoff_id: HandoffId, code: ErrorCode, message: str) -> None:
         self.events.append(WorkFailed(handoff_id, code, message))
@@ -248,7 +261,7 @@ class DecodeTier:
             self._end(sequence)
 
     def _abort(self, handoff_id: HandoffId, is_quiet: bool) -> None:
-        self._queue = deque(entry for entry in self._queue if entry[1].id != handoff_id)
+        self._queue = [entry for entry in self._queue if entry.command.id != handoff_id]
         reservation = self._reserved.pop(handoff_id, None)
         if reservation is not None:
             self._drop_reservation(reservation, is_quiet)

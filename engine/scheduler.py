@@ -109,8 +109,8 @@ class Progress(NamedTuple):
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, a prefix cache and preemption by recompute. `waiting` and `running`
-    are in order of arrival."""
+    """Continuous batching with chunked prefill, a prefix cache and preemption by recompute. `running` is in order of
+    arrival, `waiting` in order of priority and then of arrival."""
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool, clock: Clock) -> None:
         self.limits = limits
@@ -163,7 +163,7 @@ class Scheduler:
         as well: it would wait for ever (the caller has refused it otherwise)."""
         assert 0 < self.num_blocks_for(len(sequence.tokens)) <= self.pool.num_blocks, len(sequence.tokens)
         self._arrive(sequence)
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=_turn)
 
     def resume(self, sequence: Sequence) -> None:
         """Run a sequence whose blocks the caller owns and whose KV is there (a sealed handoff)."""
@@ -329,7 +329,12 @@ class Scheduler:
         sequence.num_preemptions += 1
         sequence.num_forced += sequence.credit > 0
         sequence.waits_since_s = self.clock()
-        insort(self.waiting, sequence, key=_arrival)
+        insort(self.waiting, sequence, key=_turn)
+
+
+def _turn(sequence: Sequence) -> tuple[int, int]:
+    """The order of those that wait. Priority decides who is admitted, age who is preempted."""
+    return sequence.params.priority, sequence.arrival
 
 
 def _arrival(sequence: Sequence) -> int:
