@@ -28,7 +28,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Orchestrator
 from gateway.serving import Serving
 from gateway.tokenizer import TextTokenizer
-from gateway.tokenizer_files import load_tokenizer_files
+from tokenizer.files import load_tokenizer_files
 
 logger = logging.getLogger(__name__)
 STOP_S = 20
