@@ -50,7 +50,7 @@ class DecodeTier:
         self.engine = engine
         self.events: list[AnyEvent] = []
         self._fingerprint = fingerprint
-        self._queue: deque[tuple[float, Reserve]] = deque()
+        self._queue: deque[tuple[float, Sequence]] = deque()
         self._reserved: dict[HandoffId, Reservation] = {}
         self._running: dict[HandoffId, Sequence] = {}
         self._quarantined: dict[HandoffId, list[BlockId]] = {}
@@ -79,6 +79,8 @@ class DecodeTier:
 
     def step(self) -> bool:
         self._end_suspended()
+        for sequence, error in self.engine.scheduler.misguided:
+            self._fail(sequence, error.code, str(error))
         self._serve_queue()
         progress = self.engine.step()
         for item in progress:
@@ -108,7 +110,8 @@ class DecodeTier:
         elif len(self._queue) >= MAX_QUEUED_RESERVES:
             self._refuse(command.id, ErrorCode.BUSY, "the queue of reserves is full")
         else:
-            self._queue.append((scheduler.clock() + command.wait_s, command))
+            sequence.guide = self.engine.guide(command.params)
+            self._queue.append((scheduler.clock() + command.wait_s, sequence))
 
     def _prefill_locally(self, sequence: Sequence) -> None:
         """Queue a prompt to be computed in chunks between the other sequences' tokens: only a short one may."""
@@ -123,13 +126,14 @@ class DecodeTier:
         elif scheduler.num_free_places <= 0 or len(scheduler.waiting) >= MAX_QUEUED_RESERVES:
             self._refuse(sequence.id, ErrorCode.BUSY, "no place in the batch")
         else:
+            sequence.guide = self.engine.guide(sequence.params)
             self._running[sequence.id] = sequence
             scheduler.submit(sequence)
 
     def _is_known(self, handoff_id: HandoffId) -> bool:
         tables = (self._reserved, self._running, self._quarantined)
         is_held = any(handoff_id in table for table in tables)
-        return is_held or any(command.id == handoff_id for _, command in self._queue)
+        return is_held or any(sequence.id == handoff_id for _, sequence in self._queue)
 
     def _add_credit(self, command: Credit) -> None:
         sequence = self._running.get(command.id)
@@ -159,13 +163,12 @@ class DecodeTier:
     def _refuse(self, handoff_id: HandoffId, code: ErrorCode, message: str) -> None:
         self.events.append(WorkFailed(handoff_id, code, message))
 
-    def _reserve(self, command: Reserve) -> bool:
+    def _reserve(self, sequence: Sequence) -> bool:
         """Take a batch place and blocks for the tokens plus one, leaving a free block for each running sequence.
         Whoever was preempted comes first, unless it waits for others to end."""
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         if scheduler.num_free_places <= 0 or scheduler.next_waiting is not None:
             return False
-        sequence = self._sequence(command)
         tokens = sequence.tokens
         shared = pool.lookup(scheduler.full_chain(sequence, len(tokens)))
         num_fresh = scheduler.num_blocks_for(len(tokens) + 1) - len(shared)
@@ -180,10 +183,10 @@ class DecodeTier:
         sequence.block_ids = [*shared, *fresh]
         sequence.num_cached = len(shared) * scheduler.limits.block_size
         scheduler.num_reserved_places += 1
-        self._reserved[command.id] = Reservation(sequence, fresh[:num_in_flight])
+        self._reserved[sequence.id] = Reservation(sequence, fresh[:num_in_flight])
         self.events.append(
             Reserved(
-                command.id,
+                sequence.id,
                 fresh[:num_in_flight],
                 len(tokens),
                 sequence.num_cached,

@@ -74,6 +74,8 @@ class PrefillTier:
 
     def step(self) -> bool:
         self._hold_back()
+        for sequence, error in self.engine.scheduler.misguided:
+            self._fail(sequence, error.code, str(error))
         progress = self.engine.step()
         for item in progress:
             self._report(item)
@@ -107,12 +109,14 @@ class PrefillTier:
         if command.takes_over and self._take_over(earlier, command.id):
             return
         tokens = [*command.prompt_ids, *command.output_ids]
-        sequence = Sequence(command.id, tokens, len(command.prompt_ids), command.params, self._fingerprint)
+        num_prompt_tokens = len(command.prompt_ids)
+        sequence = Sequence(command.id, tokens, num_prompt_tokens, command.params, self._fingerprint)
         scheduler = self.engine.scheduler
         if not scheduler.can_run(sequence, len(tokens)):
             message = f"{len(tokens)} tokens do not fit the prefill worker"
             self.events.append(WorkFailed(command.id, ErrorCode.INVALID, message))
             return
+        sequence.guide = self.engine.guide(command.params)
         self._sequences[command.id] = sequence
         scheduler.submit(sequence)
 
