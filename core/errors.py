@@ -16,6 +16,7 @@ class ErrorCode(StrEnum):
     TRANSFER = "transfer_failed"
     ENGINE = "engine_error"
     WORKER_LOST = "worker_lost"
+    STREAM_NOT_FOUND = "stream_not_found"
 
 
 class TandemError(Exception):
@@ -96,6 +97,12 @@ class WorkerLost(TandemError):
     retryable = True
 
 
+class StreamNotFound(TandemError):
+    """Nothing is held under that resume token: it never was, or nobody read it for too long."""
+
+    code = ErrorCode.STREAM_NOT_FOUND
+
+
 _BY_CODE: dict[ErrorCode, type[TandemError]] = {
     ErrorCode.UNAVAILABLE: Unavailable,
     ErrorCode.STALE: StaleEpoch,
@@ -105,6 +112,7 @@ _BY_CODE: dict[ErrorCode, type[TandemError]] = {
     ErrorCode.ENGINE: EngineFailed,
     ErrorCode.WORKER_LOST: WorkerLost,
     ErrorCode.BUSY: Busy,
+    ErrorCode.STREAM_NOT_FOUND: StreamNotFound,
 }
 
 

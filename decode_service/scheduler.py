@@ -8,7 +8,7 @@ that hold nothing, and quarantine for blocks that a writer may still touch. No t
 from collections import deque
 from dataclasses import dataclass
 
-from core.errors import ErrorCode
+from core.errors import DeadlineExceeded, EngineFailed, ErrorCode, TandemError
 from core.ids import BlockHash, BlockId, HandoffId
 from engine.block_pool import BlockState
 from engine.engine import Engine
@@ -18,6 +18,7 @@ from engine.messages import (
     AnyCommand,
     AnyEvent,
     Credit,
+    PromptScores,
     Quiet,
     Reserve,
     Reserved,
@@ -80,7 +81,7 @@ class DecodeTier:
     def step(self) -> bool:
         self._end_suspended()
         for sequence, error in self.engine.scheduler.misguided:
-            self._fail(sequence, error.code, str(error))
+            self._fail(sequence, error)
         self._serve_queue()
         progress = self.engine.step()
         for item in progress:
@@ -94,7 +95,7 @@ class DecodeTier:
 
     def fail_step(self, error: Exception) -> None:
         for sequence in [item.sequence for item in self.engine.work if item.sequence.id in self._running]:
-            self._fail(sequence, ErrorCode.ENGINE, f"engine step failed: {type(error).__name__}: {error}")
+            self._fail(sequence, EngineFailed(f"engine step failed: {type(error).__name__}: {error}"))
 
     def _enqueue(self, command: Reserve) -> None:
         """Queue a reserve, or refuse one that could never be served to its end. A repeated one changes nothing."""
@@ -149,7 +150,7 @@ class DecodeTier:
         over_s = self.engine.scheduler.clock() - SUSPEND_LIMIT_S
         for handoff_id in [key for key, since_s in self._suspended.items() if since_s <= over_s]:
             message = f"no token was taken for {SUSPEND_LIMIT_S:g} s"
-            self._fail(self._running[handoff_id], ErrorCode.DEADLINE, message)
+            self._fail(self._running[handoff_id], DeadlineExceeded(message))
 
     def _serve_queue(self) -> None:
         """Grant in order of arrival while there is room; refuse those that waited long enough."""
@@ -224,10 +225,12 @@ class DecodeTier:
 
     def _report(self, progress: Progress) -> None:
         sequence, token, reason = progress
+        if scores := sequence.take_scores():
+            self.events.append(PromptScores(sequence.id, sequence.num_scored - len(scores) + 1, scores))
         if token is None:
             return
         if not token.is_valid:
-            self._fail(sequence, token.error.code, str(token.error))
+            self._fail(sequence, token.error)
             return
         position = sequence.num_outputs - 1
         self.events.append(
@@ -272,9 +275,9 @@ class DecodeTier:
         if sequence.credit <= 0:
             self._suspended.setdefault(sequence.id, self.engine.scheduler.clock())
 
-    def _fail(self, sequence: Sequence, code: ErrorCode, message: str) -> None:
+    def _fail(self, sequence: Sequence, error: TandemError) -> None:
         self._end(sequence)
-        self.events.append(WorkFailed(sequence.id, code, message))
+        self.events.append(WorkFailed(sequence.id, error.code, str(error), getattr(error, "field", "")))
 
     def _end(self, sequence: Sequence) -> None:
         del self._running[sequence.id]

@@ -20,6 +20,7 @@ from engine.messages import (
     Activate,
     AnyEvent,
     Credit,
+    PromptScores,
     Quiet,
     Report,
     Reserve,
@@ -146,8 +147,11 @@ class DecodeService(
                 if event.finish_reason and entry.ending is None:  # else its abort is answered
                     entry.handoff.finish()
                     self.forget(event.id)
+            case PromptScores():
+                scores = convert.scores_to_proto(event.id, event.position, event.scores)
+                entry.events.put(pb.DecodeEvent(prompt_scores=scores))
             case WorkFailed():
-                self.fail(entry, error_from(event.code, event.message))
+                self.fail(entry, error_from(event.code, event.message, event.field))
             case WorkAborted():
                 self.ended(event.id)
 

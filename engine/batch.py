@@ -23,13 +23,13 @@ IntArray = npt.NDArray[np.int64]
 
 class BatchEntry(NamedTuple):
     """What one sequence adds to a batch: `token_ids` at positions from `start_position` on, whose K and V go to
-    `block_ids` (those of the whole sequence, from position 0). `needs_logits`: for the last of these tokens.
+    `block_ids` (those of the whole sequence, from position 0). `num_logits`: of the last so many of these tokens.
     An `array.array("i")` or ndarray as `block_ids` is copied by memcpy, a list is converted item by item."""
 
     token_ids: Sequence[int]
     start_position: int
     block_ids: Sequence[int] | npt.NDArray[np.int32]
-    needs_logits: bool
+    num_logits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def build_batch(
     tables = _block_tables(entries, starts + lens, block_size)
     owner = np.repeat(np.arange(len(entries)), lens)
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    wants_logits = np.fromiter((entry.needs_logits for entry in entries), np.bool_, len(entries))
+    num_logits = np.fromiter((entry.num_logits for entry in entries), np.int64, len(entries))
 
     def put(array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -73,7 +73,7 @@ def build_batch(
         query_starts=put(query_starts.astype(np.int32)),
         context_lens=put((starts + lens).astype(np.int32)),
         block_tables=put(tables),
-        logit_rows=put(query_starts[1:][wants_logits] - 1),
+        logit_rows=put(np.flatnonzero(positions >= np.repeat(starts + lens - num_logits, lens))),
     )
 
 

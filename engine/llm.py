@@ -6,22 +6,26 @@ from dataclasses import dataclass, replace
 from core.errors import InvalidRequest
 from core.ids import HandoffId, RequestId
 from core.kv_region import KVRegion
-from core.sampling import SamplingParams
+from core.sampling import SamplingParams, Top
+from core.scores import PromptScore
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.engine_geometry import EngineGeometry
-from engine.scheduler import Progress
+from engine.scheduler import Progress, Sampled
 from engine.sequence import FinishReason, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One prompt's output. `num_cached_tokens` of the prompt came from the prefix cache."""
+    """One prompt's output. `num_cached_tokens` of the prompt came from the prefix cache; `tops` are the likeliest
+    tokens in each place, and `prompt_scores` those of every prompt token but the first, as the parameters ask."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     num_cached_tokens: int
+    tops: list[Top]
+    prompt_scores: list[PromptScore]
 
 
 class LLM:
@@ -42,19 +46,26 @@ class LLM:
         grammar that is none, EngineFailed for logits that are not finite; the engine can be used again afterwards."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         sequences = [self._sequence(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
-        logprobs: dict[HandoffId, list[float]] = {sequence.id: [] for sequence in sequences}
+        drawn: dict[HandoffId, list[Sampled]] = {sequence.id: [] for sequence in sequences}
         reasons: dict[HandoffId, FinishReason] = {}
         try:
             for sequence in sequences:
                 self.engine.scheduler.submit(sequence)
             while len(reasons) < len(sequences):
                 for progress in self.engine.step():
-                    self._take(progress, logprobs, reasons)
+                    self._take(progress, drawn, reasons)
         finally:
             for sequence in sequences:
                 self.engine.scheduler.finish(sequence)
         return [
-            Completion(s.tokens[s.num_prompt_tokens :], logprobs[s.id], reasons[s.id], s.num_cached)
+            Completion(
+                s.tokens[s.num_prompt_tokens :],
+                [token.logprob for token in drawn[s.id]],
+                reasons[s.id],
+                s.num_cached,
+                [token.top for token in drawn[s.id]],
+                s.scores,
+            )
             for s in sequences
         ]
 
@@ -87,7 +98,7 @@ class LLM:
     def _take(
         self,
         progress: Progress,
-        logprobs: dict[HandoffId, list[float]],
+        drawn: dict[HandoffId, list[Sampled]],
         reasons: dict[HandoffId, FinishReason],
     ) -> None:
         sequence, token, reason = progress
@@ -95,7 +106,7 @@ class LLM:
             return
         if not token.is_valid:
             raise token.error
-        logprobs[sequence.id].append(token.logprob)
+        drawn[sequence.id].append(token)
         if reason is not None:
             reasons[sequence.id] = reason
             self.engine.scheduler.finish(sequence)

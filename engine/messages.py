@@ -9,6 +9,7 @@ from core.grant import FirstToken
 from core.ids import BlockHash, BlockId, HandoffId
 from core.load import Load
 from core.sampling import SamplingParams, Top
+from core.scores import PromptScore
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
@@ -119,18 +120,27 @@ class Token(Event, frozen=True, tag=True):
     top: Top = ()
 
 
+class PromptScores(Event, frozen=True, tag=True):
+    """Both: what the model says of the prompt's tokens from the one at `position` on; told before the first token."""
+
+    position: int
+    scores: list[PromptScore]
+
+
 class WorkFailed(Event, frozen=True, tag=True):
-    """Both: it ended with an error on this engine; its blocks are back (or quarantined)."""
+    """Both: it ended with an error on this engine; its blocks are back (or quarantined). `field` names the client's
+    parameter at fault, if one is."""
 
     code: str
     message: str
+    field: str = ""
 
 
 class WorkAborted(Event, frozen=True, tag=True):
     """Both: the answer to AbortWork, also when nothing of that id was known."""
 
 
-AnyEvent = Started | Computed | First | Reserved | Token | WorkFailed | WorkAborted
+AnyEvent = Started | Computed | First | Reserved | Token | PromptScores | WorkFailed | WorkAborted
 
 
 class Commands(msgspec.Struct, frozen=True, tag=True):

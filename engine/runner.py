@@ -14,7 +14,7 @@ from engine.device_sampler import sample_on_device
 from engine.kv_pool import KVPool
 from engine.logit_rules import LogitRules, RuledRow
 from engine.model import LlamaModel
-from engine.sampler import SamplingBatch, SamplingRow, sample
+from engine.sampler import SamplingBatch, SamplingRow, sample, score
 from engine.scheduler import Sampled, Work
 from engine.sequence import Sequence
 
@@ -35,6 +35,7 @@ class ModelRunner:
     def run(self, work: Seq[Work]) -> dict[HandoffId, Sampled]:
         """Takes its batch from the host: what runs on a device gets it there in one copy."""
         logits = self._forward(build_batch([_entry(item) for item in work], self._block_size))
+        logits = _score_prompts(logits, work)
         sampling = [item.sequence for item in work if item.needs_token]
         if not sampling:
             return {}
@@ -66,4 +67,25 @@ def _entry(work: Work) -> BatchEntry:
     sequence = work.sequence
     start = sequence.num_computed
     tokens = sequence.tokens[start : start + work.num_tokens]
-    return BatchEntry(tokens, start, sequence.block_ids, work.needs_token)
+    return BatchEntry(tokens, start, sequence.block_ids, _num_logits(work))
+
+
+def _num_logits(work: Work) -> int:
+    return work.num_tokens if work.sequence.is_scored else int(work.needs_token)
+
+
+def _score_prompts(logits: Tensor, work: Seq[Work]) -> Tensor:
+    """Adds their scores to the sequences that want some; returns the rows [R, vocab] that are left to draw from."""
+    if not any(item.sequence.is_scored for item in work):
+        return logits
+    row, kept = 0, []
+    for item in work:
+        sequence, end = item.sequence, row + _num_logits(item)
+        if sequence.is_scored:
+            first = sequence.num_computed + 1
+            targets = sequence.tokens[first : first + item.num_tokens]
+            own = logits[row : row + len(targets)]
+            sequence.scores += score(own, targets, sequence.params.num_prompt_logprobs)
+        kept += [end - 1] if item.needs_token else []
+        row = end
+    return logits[kept]

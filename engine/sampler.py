@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from core.sampling import SamplingParams, Top
+from core.scores import PromptScore
 from engine.logit_edits import apply_edits
 from engine.logit_rules import LogitEdits, RuledRow
 from kernels import ops
@@ -150,6 +151,20 @@ def likeliest(logits: Tensor, num_tops: npt.NDArray[np.int64]) -> dict[int, Top]
         row: tuple(sorted(zip(own_ids, own_logprobs, strict=True), key=_likeliest_first)[: num_tops[row]])
         for row, own_ids, own_logprobs in pairs
     }
+
+
+@torch.inference_mode()
+def score(logits: Tensor, targets: Sequence[int], num_tops: int) -> list[PromptScore]:
+    """Of each target, given the row of logits [R, V] that predicts it."""
+    if not targets:
+        return []
+    ids = torch.tensor(targets, device=logits.device)[:, None]
+    chosen = logits.gather(1, ids)
+    logprobs = (chosen.double() - logits.double().logsumexp(-1, keepdim=True))[:, 0].float()
+    ranks = (logits > chosen).sum(-1) + 1
+    tops = likeliest(logits, np.full(len(targets), num_tops))
+    pairs = zip(logprobs.tolist(), ranks.tolist(), strict=True)
+    return [PromptScore(logprob, rank, tops.get(row, ())) for row, (logprob, rank) in enumerate(pairs)]
 
 
 def _likeliest_first(pair: tuple[int, float]) -> tuple[float, int]:

@@ -35,6 +35,8 @@ from engine.block_pool import BlockPool
 from engine.sequence import FinishReason, Sequence
 
 MAX_PREEMPTIONS = 3
+MAX_SCORED = 128
+"""Tokens of prompts to be scored in a step: each has logits over the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,28 @@ class Work(NamedTuple):
     @property
     def needs_token(self) -> bool:
         return self.num_tokens == self.sequence.num_to_compute
+
+
+class StepRoom:
+    """What is left of a step for chunks of prompts."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._num_scored = MAX_SCORED
+
+    def has_some(self, sequence: Sequence) -> bool:
+        return self._num_tokens > 0 and (self._num_scored > 0 or not sequence.is_scored)
+
+    def take(self, sequence: Sequence) -> Work | None:
+        """Its next chunk, as large as there is room for."""
+        if not self.has_some(sequence):
+            return None
+        num_tokens = min(sequence.num_to_compute, self._num_tokens)
+        if sequence.is_scored:
+            num_tokens = min(num_tokens, self._num_scored)
+            self._num_scored -= num_tokens
+        self._num_tokens -= num_tokens
+        return Work(sequence, num_tokens)
 
 
 class Sampled(NamedTuple):
@@ -165,17 +189,21 @@ class Scheduler:
             if sequence.num_to_compute == 1 and sequence.is_able and budget and self._make_room(sequence):
                 work.append(Work(sequence, 1))
                 budget -= 1
-        for sequence in self.running:
-            if sequence.num_to_compute > 1 and budget:
-                work.append(Work(sequence, min(sequence.num_to_compute, budget)))
-                budget -= work[-1].num_tokens
-        while budget and self.num_free_places > 0 and (head := self.next_waiting) and self._admit(head):
+        room = StepRoom(budget)
+        prompts = [sequence for sequence in self.running if sequence.num_to_compute > 1]
+        work += [chunk for sequence in prompts if (chunk := room.take(sequence))]
+        while (head := self._next_admitted(room)) is not None:
             self.waiting.remove(head)
             insort(self.running, head, key=_arrival)
-            work.append(Work(head, min(head.num_to_compute, budget)))
-            budget -= work[-1].num_tokens
+            if chunk := room.take(head):
+                work.append(chunk)
         self._end_waits(work)
         return work
+
+    def _next_admitted(self, room: "StepRoom") -> Sequence | None:
+        """The next waiting sequence, once it has all its blocks. None when it must wait."""
+        head = self.next_waiting if self.num_free_places > 0 else None
+        return head if head is not None and room.has_some(head) and self._admit(head) else None
 
     def commit(self, work: Seq[Work], sampled: dict[HandoffId, Sampled]) -> list[Progress]:
         """Account for a computed step. `sampled` is by sequence id. Finished sequences leave the batch, still owning
@@ -248,7 +276,7 @@ class Scheduler:
         """Reserve every block of the sequence's tokens, sharing what is cached. False when there is no room. One that
         was preempted leaves a free block for each running sequence: the next step would preempt it again."""
         size = self.limits.block_size
-        reusable = (len(sequence.tokens) - 1) // size
+        reusable = 0 if sequence.is_scored else (len(sequence.tokens) - 1) // size
         shared = self.pool.lookup(sequence.chain(size, reusable))
         num_fresh = self.num_blocks_for(len(sequence.tokens)) - len(shared)
         num_spare = len(self.running) if sequence.num_preemptions else 0
@@ -306,6 +334,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.pool.release(self.detach(sequence))
         sequence.num_computed = 0
+        sequence.scores.clear()
         sequence.num_preemptions += 1
         sequence.num_forced += sequence.credit > 0
         sequence.waits_since_s = self.clock()

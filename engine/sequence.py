@@ -10,6 +10,7 @@ from enum import StrEnum
 from core.block_hash import HASH_BLOCK_TOKENS, hash_block
 from core.ids import BlockHash, BlockId, HandoffId
 from core.sampling import SamplingParams
+from core.scores import PromptScore
 from engine.guided import Guide
 from engine.logit_rules import LogitRules
 
@@ -24,7 +25,8 @@ class Sequence:
     """Mutable, owned by one scheduler. `credit` is how many tokens may still be made before
     the reader must ask for more; `queue_s` is how long it last waited for a step. `arrival` numbers the sequences of
     a scheduler; `num_forced` counts those preemptions that a lack of credit does not explain. `rules` are the
-    runner's, made when they are first needed; `guide` is there when params.grammar is."""
+    runner's, made when they are first needed; `guide` is there when params.grammar is. `scores` are of its prompt's
+    tokens, from the runner to whoever reports them."""
 
     id: HandoffId
     tokens: list[int]
@@ -43,6 +45,7 @@ class Sequence:
     queue_s: float = 0.0
     rules: LogitRules | None = None
     guide: Guide | None = None
+    scores: list[PromptScore] = field(default_factory=list)
     _chain: list[BlockHash] = field(default_factory=list)
 
     @property
@@ -57,6 +60,21 @@ class Sequence:
     def is_able(self) -> bool:
         """Whether a step may make a token of it: its reader takes one, and its grammar is compiled."""
         return self.credit > 0 and (self.guide is None or self.guide.is_ready)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether its prompt's tokens are to get scores: every one is computed then, cached or not."""
+        return self.params.num_prompt_logprobs >= 0 and self.num_outputs == 0
+
+    @property
+    def num_scored(self) -> int:
+        """Prompt tokens that a computed token predicts."""
+        return min(self.num_computed, self.num_prompt_tokens - 1)
+
+    def take_scores(self) -> list[PromptScore]:
+        """Those since the last call."""
+        scores, self.scores = self.scores, []
+        return scores
 
     @property
     def seed(self) -> int:

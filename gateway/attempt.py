@@ -71,6 +71,7 @@ class Attempt:
         self._report = live.report
         self._inbox: Inbox = asyncio.Queue()
         self._cancelled = live.cancelled
+        self._is_handed_over = live.is_handed_over
         self._prefill: WorkerLink | None = fleet.link(prefill) if prefill is not None else None
         self._is_local = prefill is None
         self._decode: WorkerLink | None = None
@@ -164,6 +165,8 @@ class Attempt:
                 return self._on_seal_verified(event.body)
             case "token":
                 return self._on_token(event.body)
+            case "prompt_scores":
+                self._report.add_scores(event.body.position, convert.scores_from_proto(event.body))
             case "failed":
                 self._on_failed(event)
             case "aborted":
@@ -327,6 +330,8 @@ class Attempt:
             return []
         if token.position > self._next_position:
             raise TransferFailed(f"token {token.position} came before token {self._next_position}")
+        if self._request.lacks_scores(self._report.prompt_scores):
+            raise TransferFailed("a token came before the prompt's scores")
         self._next_position += 1
         reason, top = convert.finish_name(token.finish_reason), convert.top_from_proto(token.top)
         return [OutputToken(token.choice, token.position, token.token_id, token.logprob, reason, top)]
@@ -371,6 +376,8 @@ class Attempt:
 
     def _tell_state(self) -> None:
         state = self._report.state = self._lifetime.state
+        if state is HandoffState.DECODING:
+            self._is_handed_over.set()
         self._rows.update(self.id, state.value, self._report.prefill_worker_id, self._report.decode_worker_id)
 
     def _settle_prefill_load(self) -> None:

@@ -1,22 +1,30 @@
 """What the gateway's front asks of its core, and what comes back. Knows nothing of HTTP, gRPC or text."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from core.ids import BlockHash, RequestId, new_request_id
 from core.sampling import SamplingParams, Top
+from core.scores import PromptScore
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A validated, tokenised request. `chain` holds the hashes of the prompt's full blocks; `deadline_s` is what the
-    client allows in all; `client_request_id` is for abort and logs, never a key."""
+    """One validated, tokenised choice. `chain` holds the hashes of the prompt's full blocks; `deadline_s` is what
+    the client allows in all; `client_request_id` is for abort and logs, never a key. With a `leader`, a choice of the
+    same prompt, it starts when that one's blocks are where it decodes (or when it has ended)."""
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     chain: tuple[BlockHash, ...] = ()
     deadline_s: float = 600.0
     client_request_id: str = ""
+    leader: "GenerationRequest | None" = None
     request_id: RequestId = field(default_factory=new_request_id)
+
+    def lacks_scores(self, scores: Sequence[PromptScore]) -> bool:
+        """Whether the prompt's tokens are to be scored and these are not all: the first has none."""
+        return self.params.num_prompt_logprobs >= 0 and len(scores) < len(self.prompt_ids) - 1
 
 
 @dataclass(frozen=True, slots=True)

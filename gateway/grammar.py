@@ -21,7 +21,7 @@ MAX_FORM_CHARACTERS = 256 << 10
 MAX_FORM_VALUES = 50_000
 MAX_FORM_DEPTH = 64
 MAX_REPEATS = 10_000
-WHITESPACE = r"\n?[ \t]{0,40}"
+WHITESPACE = r"\n?[ \t]{0,24}"
 """Between the tokens of JSON: a line break and its indentation. Not any number, or a model may write nothing else."""
 _REPEATS = re.compile(r"(?<!\\)\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 _NO_OPTIONS = re.compile(r"(?m)^\s*%llguidance\s*\{\s*\}\s*$")

@@ -36,8 +36,8 @@ class GrammarChecker:
         self._known = _Verdicts()
 
     async def check(self, form: OutputForm) -> str:
-        """The form's grammar. Raises InvalidRequest naming its field when it has none within the limits, Busy when
-        too many forms wait to be judged, EngineFailed when none can be judged for this model."""
+        """The form's grammar. Raises InvalidRequest naming its field when it has none within the limits, or the model
+        none at all; Busy when too many forms wait to be judged; EngineFailed when none can be."""
         verdict = self._known.get(form)
         if verdict is None:
             verdict = await self._wait_turn(form)
@@ -61,7 +61,7 @@ class GrammarChecker:
 
     async def _judge(self, form: OutputForm) -> Verdict:
         """Ask the child; whatever ends it, or this wait, leaves none that owes an answer."""
-        child = self._child or await self._start()
+        child = self._child or await self._start(form.field)
         try:
             async with asyncio.timeout(ANSWER_LIMIT_S):
                 verdict = await _ask(child, form)
@@ -74,21 +74,23 @@ class GrammarChecker:
         self._known.add(form, verdict)
         return verdict
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start(self, field: str) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
         command = dying_with_parent(self._command)
         child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                verdict = await _read(child)
+                verdict: Verdict | None = await _read(child)
         except (TimeoutError, asyncio.IncompleteReadError):
-            verdict = Verdict(error="the process that compiles grammars does not start")
+            verdict = None
         except asyncio.CancelledError:
             await self._end(child)
             raise
-        if verdict.error:
+        if verdict is None or verdict.error:
             await self._end(child)
-            raise EngineFailed(verdict.error)
+            if verdict is None:
+                raise EngineFailed("the process that compiles grammars does not start")
+            raise InvalidRequest(field, f"{field}: {verdict.error}")
         self._child = child
         return child
 

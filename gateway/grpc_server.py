@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-import math
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -16,10 +17,16 @@ from core.errors import (
     DeadlineExceeded,
     InvalidRequest,
     ModelNotFound,
+    StreamNotFound,
     TandemError,
     Unavailable,
 )
-from gateway.serving import MAX_STOP_LEN, MAX_STOP_STRINGS, Ask, Prompt, Serving, TextChunk, TextGeneration
+from gateway.answer import Answer
+from gateway.ask import Ask
+from gateway.grpc_schema import to_ask
+from gateway.resumable import ResumableStreams
+from gateway.serving import Serving
+from gateway.text_generation import EchoedPrompt, TextChunk
 from proto import client_pb2 as pb
 from proto import client_pb2_grpc, convert
 
@@ -34,11 +41,12 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
-MAX_REQUEST_ID_LEN = 128
-ROLES = ("system", "user", "assistant")
+MAX_SCORES = 4096
+"""Of a prompt's tokens in one message of a stream."""
 _STATUS = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    StreamNotFound: grpc.StatusCode.NOT_FOUND,
     Busy: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -52,30 +60,44 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
     def __init__(self, serving: Serving, stall_limit_s: float) -> None:
         self._serving = serving
         self._stall_limit_s = stall_limit_s
+        self._held: ResumableStreams[pb.GenerateChunk] = ResumableStreams()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         try:
-            generation = await self._serving.prepare(self._ask(request), context.time_remaining())
-            chunks = [chunk async for chunk in generation.chunks()]
+            ask = to_ask(request, self._serving.model_id, is_stream=False)
+            answer = await self._serving.prepare(ask, context.time_remaining())
+            choices = [_choice(answer, ask, chunks) for chunks in await answer.whole()]
         except TandemError as error:
             await _abort(context, error)
-        return pb.GenerateResponse(
-            request_id=generation.request_id,
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
-            finish_reason=convert.FINISH_REASONS[chunks[-1].finish_reason],
-            usage=_usage(generation),
-            timing=_timing(generation),
-        )
+        response = pb.GenerateResponse(request_id=answer.request_id, choices=choices, usage=_usage(answer))
+        if response.ByteSize() > MAX_MESSAGE_BYTES:
+            message = f"the answer is larger than {MAX_MESSAGE_BYTES} bytes; GenerateStream has no such limit"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+        return response
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> None:
         try:
-            generation = await self._serving.prepare(self._ask(request), context.time_remaining())
-            async with contextlib.aclosing(generation.chunks()) as chunks:
-                async for chunk in chunks:
-                    await self._write(context, _chunk(generation, chunk))
+            if request.resumable:
+                self._held.check_room()
+            ask = to_ask(request, self._serving.model_id, is_stream=True)
+            answer = await self._serving.prepare(ask, context.time_remaining())
+            make_messages = partial(_messages, answer, ask)
+            await self._send(
+                context, self._held.hold(make_messages) if request.resumable else make_messages()
+            )
         except TandemError as error:
             await _abort(context, error)
+
+    async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Any) -> None:
+        try:
+            await self._send(context, self._held.resume(request.resume_token, request.offset))
+        except TandemError as error:
+            await _abort(context, error)
+
+    async def _send(self, context: Any, messages: AsyncGenerator[pb.GenerateChunk, None]) -> None:
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                await self._write(context, message)
 
     async def _write(self, context: Any, message: pb.GenerateChunk) -> None:
         """Returns when there is room for more. Raises DeadlineExceeded for a client that takes nothing: its stream
@@ -101,86 +123,70 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
             vocab_size=self._serving.vocab_size,
         )
 
-    def _ask(self, request: pb.GenerateRequest) -> Ask:
-        """Types are the message's own; ranges are checked here. Raises InvalidRequest."""
-        _check_ranges(request)
-        return Ask(
-            model=request.model or self._serving.model_id,
-            prompt=_prompt(request),
-            max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-            temperature=request.temperature if request.HasField("temperature") else 1.0,
-            top_p=request.top_p if request.HasField("top_p") else 1.0,
-            top_k=request.top_k,
-            seed=request.seed if request.HasField("seed") else None,
-            stop=tuple(request.stop),
-            stop_token_ids=tuple(request.stop_token_ids),
-            ignore_eos=request.ignore_eos,
-            client_request_id=request.client_request_id,
+
+async def _messages(
+    answer: Answer, ask: Ask, resume_token: str = ""
+) -> AsyncGenerator[pb.GenerateChunk, None]:
+    """Closing it early aborts the request."""
+    if resume_token:
+        yield pb.GenerateChunk(request_id=answer.request_id, resume_token=resume_token)
+    num_open = ask.num_choices
+    async with contextlib.aclosing(answer.chunks()) as chunks:
+        async for chunk in chunks:
+            choice = _choice(answer, ask, [chunk])
+            for part in _first_scores(choice):
+                yield pb.GenerateChunk(request_id=answer.request_id, choice=part)
+            num_open -= bool(chunk.finish_reason)
+            usage = None if num_open else _usage(answer)
+            yield pb.GenerateChunk(request_id=answer.request_id, choice=choice, usage=usage)
+
+
+def _first_scores(choice: pb.Choice) -> Iterator[pb.Choice]:
+    """Those of a prompt's scores that are too many for one message, taken out of `choice`."""
+    while len(choice.prompt_logprobs) > MAX_SCORES:
+        yield pb.Choice(index=choice.index, prompt_logprobs=choice.prompt_logprobs[:MAX_SCORES])
+        del choice.prompt_logprobs[:MAX_SCORES]
+
+
+def _choice(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
+    first, last = chunks[0], chunks[-1]
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    echoed = first.prompt.text if first.prompt is not None else ""
+    choice = pb.Choice(
+        index=first.choice,
+        text=echoed + "".join(chunk.text for chunk in chunks),
+        token_ids=[token.token_id for token in tokens],
+        finish_reason=convert.FINISH_REASONS[last.finish_reason],
+    )
+    if isinstance(last.stop_reason, str):
+        choice.stop_string = last.stop_reason
+    elif last.stop_reason is not None:
+        choice.stop_token_id = last.stop_reason
+    if ask.wants_logprobs:
+        choice.logprobs.extend(
+            pb.TokenLogprob(
+                token_id=token.token_id, logprob=token.logprob, top=convert.top_to_proto(token.top)
+            )
+            for token in tokens
+        )
+    if first.prompt is not None and first.prompt.scores:
+        choice.prompt_logprobs.extend(_prompt_logprobs(first.prompt))
+    if last.finish_reason:
+        choice.timing.CopyFrom(pb.Timing(**asdict(answer.timing(first.choice))))
+    return choice
+
+
+def _prompt_logprobs(prompt: EchoedPrompt) -> Iterator[pb.TokenLogprob]:
+    first, *rest = prompt.token_ids
+    yield pb.TokenLogprob(token_id=first)
+    for token_id, score in zip(rest, prompt.scores, strict=True):
+        yield pb.TokenLogprob(
+            token_id=token_id, logprob=score.logprob, rank=score.rank, top=convert.top_to_proto(score.top)
         )
 
 
-def _prompt(request: pb.GenerateRequest) -> Prompt:
-    match request.WhichOneof("input"):
-        case "text":
-            return Prompt("text", text=request.text)
-        case "token_ids":
-            return Prompt("token_ids", token_ids=tuple(request.token_ids.ids))
-        case "chat":
-            messages = tuple({"role": m.role, "content": m.content} for m in request.chat.messages)
-            wrong = next((message["role"] for message in messages if message["role"] not in ROLES), None)
-            if not messages:
-                raise InvalidRequest("chat", "at least one message is needed")
-            if wrong is not None:
-                raise InvalidRequest("chat", f"role {wrong!r} is not one of {', '.join(ROLES)}")
-            return Prompt("chat", messages=messages)
-    raise InvalidRequest("input", "one of text, chat and token_ids is needed")
-
-
-def _check_ranges(request: pb.GenerateRequest) -> None:
-    checks = (
-        ("max_tokens", not request.HasField("max_tokens") or request.max_tokens >= 1, "at least 1"),
-        ("temperature", math.isfinite(request.temperature) and 0 <= request.temperature <= 2, "in [0, 2]"),
-        ("top_p", not request.HasField("top_p") or 0 < request.top_p <= 1, "in (0, 1]"),
-        ("stop", len(request.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings"),
-        (
-            "stop",
-            all(0 < len(stop) <= MAX_STOP_LEN for stop in request.stop),
-            f"1 to {MAX_STOP_LEN} characters each",
-        ),
-        (
-            "client_request_id",
-            len(request.client_request_id) <= MAX_REQUEST_ID_LEN and _is_visible(request.client_request_id),
-            f"at most {MAX_REQUEST_ID_LEN} visible ASCII characters",
-        ),
-    )
-    for field, is_right, rule in checks:
-        if not is_right:
-            raise InvalidRequest(field, f"{field} must be {rule}")
-
-
-def _is_visible(text: str) -> bool:
-    return all("!" <= character <= "~" for character in text)
-
-
-def _chunk(generation: TextGeneration, chunk: TextChunk) -> pb.GenerateChunk:
-    message = pb.GenerateChunk(
-        request_id=generation.request_id,
-        text=chunk.text,
-        token_ids=chunk.token_ids,
-        finish_reason=convert.FINISH_REASONS[chunk.finish_reason],
-    )
-    if chunk.finish_reason:
-        message.usage.CopyFrom(_usage(generation))
-        message.timing.CopyFrom(_timing(generation))
-    return message
-
-
-def _usage(generation: TextGeneration) -> pb.Usage:
-    return pb.Usage(**asdict(generation.usage))
-
-
-def _timing(generation: TextGeneration) -> pb.Timing:
-    return pb.Timing(**asdict(generation.timing))
+def _usage(answer: Answer) -> pb.Usage:
+    return pb.Usage(**asdict(answer.usage))
 
 
 async def _abort(context: Any, error: TandemError) -> NoReturn:

@@ -5,7 +5,7 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,14 +14,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from core.errors import Busy, EngineFailed, InvalidRequest, TandemError, Unavailable
+from gateway.answer import Answer
 from gateway.openai_objects import ChatShape, CompletionShape, Envelope, Shape, error_object, http_status
-from gateway.openai_schema import ChatBody, CompletionBody, TokenizeBody, parse_body
-from gateway.serving import Serving, TextChunk, TextGeneration
+from gateway.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from gateway.serving import Serving
+from gateway.static_page import page_routes
+from gateway.text_generation import TextChunk
 
 MAX_REQUEST_ID_LEN = 128
 TIMING_HEADER = "x-tandem-timing"
 REQUEST_ID_HEADER = "x-request-id"
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 RETRY_AFTER_S = 1
 BODY_TIMEOUT_S = 30.0
 
@@ -39,30 +42,41 @@ class HttpFront:
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/tokenize", self.tokenize, methods=["POST"]),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/v1/detokenize", self.detokenize, methods=["POST"]),
+                Route("/detokenize", self.detokenize, methods=["POST"]),
+                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
                 Route("/health", self.health),
                 Route("/ready", self.ready),
                 Route("/metrics", self.metrics),
                 Route("/cluster", self.cluster),
+                *page_routes(),
             ],
             exception_handlers={TandemError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
         )
 
     async def completions(self, request: Request) -> Response:
-        body: CompletionBody = parse_body(await self._read(request), CompletionBody)
-        generation = await self._serving.prepare(body.ask(_request_id(request)))
-        return await self._answer(request, generation, CompletionShape(), bool(body.stream), body.wants_usage)
+        return await self._generate(request, CompletionBody, CompletionShape)
 
     async def chat(self, request: Request) -> Response:
-        body: ChatBody = parse_body(await self._read(request), ChatBody)
-        generation = await self._serving.prepare(body.ask(_request_id(request)))
-        return await self._answer(request, generation, ChatShape(), bool(body.stream), body.wants_usage)
+        return await self._generate(request, ChatBody, ChatShape)
 
     async def tokenize(self, request: Request) -> Response:
         body: TokenizeBody = parse_body(await self._read(request), TokenizeBody)
         if body.model is not None:
             self._serving.check_model(body.model)
         ids = await self._serving.tokenize(body.to_prompt())
-        return JSONResponse({"tokens": ids, "count": len(ids)})
+        length = self._serving.context_len
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": length})
+
+    async def detokenize(self, request: Request) -> Response:
+        body: DetokenizeBody = parse_body(await self._read(request), DetokenizeBody)
+        if body.model is not None:
+            self._serving.check_model(body.model)
+        return JSONResponse({"prompt": await self._serving.detokenize(body.tokens)})
+
+    async def embeddings(self, request: Request) -> Response:
+        raise HTTPException(404, "this server generates text only: there are no embeddings")
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_object()]})
@@ -121,16 +135,19 @@ class HttpFront:
             chunks.append(chunk)
         return b"".join(chunks)
 
-    async def _answer(
-        self, request: Request, generation: TextGeneration, shape: Shape, is_stream: bool, wants_usage: bool
+    async def _generate(
+        self, request: Request, kind: type[CompletionBody | ChatBody], shape: type[Shape]
     ) -> Response:
-        envelope = Envelope(shape, generation, self._serving.model_id)
+        body: CompletionBody | ChatBody = parse_body(await self._read(request), kind)
+        ask = body.ask(_request_id(request))
+        answer = await self._serving.prepare(ask)
+        envelope = Envelope(shape(self._serving.tokenizer, ask), answer, self._serving.model_id)
+        headers = {REQUEST_ID_HEADER: ask.client_request_id or answer.request_id}
         wants_timing = TIMING_HEADER in request.headers
-        headers = {REQUEST_ID_HEADER: _request_id(request) or generation.request_id}
-        if is_stream:
-            return await _stream(request, generation, envelope, wants_usage, wants_timing, headers)
-        chunks = await _unless_gone(request, _collect(generation))
-        whole = envelope.whole("".join(chunk.text for chunk in chunks), chunks[-1].finish_reason)
+        if body.stream:
+            wishes = StreamWishes(body.wants_usage, body.wants_running_usage, wants_timing)
+            return await _stream(request, answer, ask.num_choices, envelope, wishes, headers)
+        whole = envelope.whole(await _unless_gone(request, answer.whole()))
         if wants_timing:
             whole["timing"] = envelope.timing()
         return JSONResponse(whole, headers=headers)
@@ -147,11 +164,7 @@ class HttpFront:
         return model
 
 
-async def _collect(generation: TextGeneration) -> list[TextChunk]:
-    return [chunk async for chunk in generation.chunks()]
-
-
-async def _unless_gone(request: Request, work: Awaitable[Answer]) -> Answer:
+async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
     """The result of `work`, which is cancelled (and with it the request on both tiers) when the client leaves."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
@@ -173,18 +186,26 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+class StreamWishes(NamedTuple):
+    """What a stream tells beside its text: usage at the end, usage all the time, timing with each choice's end."""
+
+    usage: bool
+    running_usage: bool
+    timing: bool
+
+
 async def _stream(
     request: Request,
-    generation: TextGeneration,
+    answer: Answer,
+    num_choices: int,
     envelope: Envelope,
-    wants_usage: bool,
-    wants_timing: bool,
+    wishes: StreamWishes,
     headers: dict[str, str],
 ) -> Response:
     """The status is decided by the first chunk: until there is one an error is a proper error answer."""
-    chunks = generation.chunks()
+    chunks = answer.chunks()
     first = await _unless_gone(request, anext(chunks))
-    body = _events(first, chunks, envelope, wants_usage, wants_timing)
+    body = _events(first, chunks, num_choices, envelope, wishes)
     headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(body, media_type="text/event-stream", headers=headers)
 
@@ -192,22 +213,28 @@ async def _stream(
 async def _events(
     first: TextChunk,
     rest: AsyncGenerator[TextChunk, None],
+    num_choices: int,
     envelope: Envelope,
-    wants_usage: bool,
-    wants_timing: bool,
+    wishes: StreamWishes,
 ) -> AsyncIterator[bytes]:
     """Server-sent events. An error after the headers is an error event and the end, never a finish."""
+
+    def usage() -> dict[str, Any]:
+        if wishes.running_usage:
+            return envelope.usage()
+        return {"usage": None} if wishes.usage else {}
+
     try:
-        opening = envelope.shape.opening()
-        if opening is not None:
-            yield _event(envelope.chunk(opening, wants_usage))
+        for choice in range(num_choices):
+            if (opening := envelope.shape.opening(choice)) is not None:
+                yield _event(envelope.chunk(opening, usage()))
         async for chunk in _with_first(first, rest):
-            part = envelope.chunk(envelope.shape.part(chunk), wants_usage)
-            if chunk.finish_reason and wants_timing:
-                part["timing"] = envelope.timing()
+            part = envelope.chunk(envelope.shape.part(chunk), usage())
+            if chunk.finish_reason and wishes.timing:
+                part["timing"] = envelope.timing(chunk.choice)
             yield _event(part)
-        if wants_usage:
-            yield _event(envelope.usage_chunk())
+        if wishes.usage:
+            yield _event(envelope.chunk(None, envelope.usage()))
         yield b"data: [DONE]\n\n"
     except TandemError as error:
         yield _event(error_object(error))

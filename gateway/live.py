@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from core.handoff import HandoffState
+from core.scores import PromptScore
 from gateway.generation import GenerationRequest
 from gateway.timing import StageClock
 
@@ -21,13 +22,29 @@ class HandoffReport:
     num_preemptions: int = 0
     state: HandoffState = HandoffState.PENDING
     causes: list[str] = field(default_factory=list)
+    prompt_scores: list[PromptScore] = field(default_factory=list)
+
+    def add_scores(self, position: int, scores: list[PromptScore]) -> None:
+        """Of the prompt's tokens from `position` on. What another attempt told already is dropped, and what leaves a
+        gap: the first token finds that some are missing."""
+        num_known = len(self.prompt_scores) + 1 - position
+        if num_known >= 0:
+            self.prompt_scores += scores[num_known:]
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A running request, as `/cluster` and abort see it."""
+    """A running choice, as `/cluster` and abort see it. `is_handed_over` is set when its prompt's blocks are where it
+    decodes, and at its end: others of the same `leader` go on then."""
 
     request: GenerationRequest
     clock: StageClock
     report: HandoffReport
     cancelled: asyncio.Event
+    is_handed_over: asyncio.Event = field(default_factory=asyncio.Event)
+    leader: "Live | None" = None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Workers that have had the prompt's blocks."""
+        return tuple(name for name in (self.report.prefill_worker_id, self.report.decode_worker_id) if name)

@@ -1,6 +1,7 @@
 """What OpenAI clients get back: whole answers, stream chunks, errors. Plain dictionaries ready for JSON."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,30 +14,52 @@ from core.errors import (
     TandemError,
     Unavailable,
 )
-from gateway.serving import TextChunk, TextGeneration, Usage
+from gateway.answer import Answer, Usage
+from gateway.ask import Ask
+from gateway.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
+from gateway.text_generation import TextChunk
+from gateway.tokenizer import TextTokenizer
 
 Json = dict[str, Any]
 
 
 class CompletionShape:
-    """/v1/completions: text."""
+    """/v1/completions: text. One for each answer."""
 
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def opening(self) -> Json | None:
+    def __init__(self, tokenizer: TextTokenizer, ask: Ask) -> None:
+        self._tokenizer = tokenizer
+        self._logprobs = (
+            [CompletionLogprobs(tokenizer) for _ in range(ask.num_choices)] if ask.wants_logprobs else []
+        )
+        self._echoes = ask.echoes
+
+    def opening(self, choice: int) -> Json | None:
         return None
 
     def part(self, chunk: TextChunk) -> Json:
-        return {
-            "index": 0,
-            "text": chunk.text,
-            "logprobs": None,
-            "finish_reason": chunk.finish_reason or None,
-        }
+        return self._choice([chunk])
 
-    def whole(self, text: str, finish_reason: str) -> Json:
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def whole(self, chunks: Sequence[TextChunk]) -> Json:
+        return self._choice(chunks)
+
+    def _choice(self, chunks: Sequence[TextChunk]) -> Json:
+        first, last = chunks[0], chunks[-1]
+        echoed = first.prompt if self._echoes else None
+        logprobs = None
+        if self._logprobs:
+            tokens = [token for chunk in chunks for token in chunk.tokens]
+            logprobs = self._logprobs[first.choice].of(tokens, echoed)
+        return {
+            "index": first.choice,
+            "text": (echoed.text if echoed else "") + "".join(chunk.text for chunk in chunks),
+            "logprobs": logprobs,
+            "finish_reason": last.finish_reason or None,
+            "stop_reason": last.stop_reason,
+            **prompt_part(self._tokenizer, first),
+        }
 
 
 class ChatShape:
@@ -46,57 +69,76 @@ class ChatShape:
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def opening(self) -> Json | None:
-        return self._choice({"role": "assistant", "content": ""}, None)
+    def __init__(self, tokenizer: TextTokenizer, ask: Ask) -> None:
+        self._tokenizer = tokenizer
+        self._logprobs = ChatLogprobs(tokenizer) if ask.wants_logprobs else None
+
+    def opening(self, choice: int) -> Json | None:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def part(self, chunk: TextChunk) -> Json:
-        return self._choice({"content": chunk.text} if chunk.text else {}, chunk.finish_reason or None)
+        delta = {"content": chunk.text} if chunk.text else {}
+        return {"index": chunk.choice, "delta": delta, **self._end([chunk])}
 
-    def whole(self, text: str, finish_reason: str) -> Json:
+    def whole(self, chunks: Sequence[TextChunk]) -> Json:
+        text = "".join(chunk.text for chunk in chunks)
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": chunks[0].choice, "message": message, **self._end(chunks)}
 
-    def _choice(self, delta: Json, finish_reason: str | None) -> Json:
-        return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _end(self, chunks: Sequence[TextChunk]) -> Json:
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = self._logprobs.of([token for chunk in chunks for token in chunk.tokens])
+        return {
+            "logprobs": logprobs,
+            "finish_reason": chunks[-1].finish_reason or None,
+            "stop_reason": chunks[-1].stop_reason,
+            **prompt_part(self._tokenizer, chunks[0]),
+        }
 
 
 Shape = CompletionShape | ChatShape
 
 
+def prompt_part(tokenizer: TextTokenizer, chunk: TextChunk) -> Json:
+    """`prompt_logprobs` where they were asked for."""
+    if chunk.prompt is None or not chunk.prompt.scores:
+        return {}
+    return {"prompt_logprobs": prompt_logprobs(tokenizer, chunk.prompt)}
+
+
 class Envelope:
     """What every object of one request shares: id, creation time, model."""
 
-    def __init__(self, shape: Shape, generation: TextGeneration, model: str) -> None:
+    def __init__(self, shape: Shape, answer: Answer, model: str) -> None:
         self.shape = shape
-        self._generation = generation
+        self._answer = answer
         self._common = {
-            "id": f"{shape.prefix}-{generation.request_id}",
+            "id": f"{shape.prefix}-{answer.request_id}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def chunk(self, choice: Json | None, with_usage_field: bool) -> Json:
-        extra = {"usage": None} if with_usage_field else {}
-        return {
-            **self._common,
-            "object": self.shape.chunk_kind,
-            "choices": [choice] if choice else [],
-            **extra,
-        }
+    def chunk(self, choice: Json | None, usage: Json) -> Json:
+        """`usage` is empty, or what the chunk says of it."""
+        choices = [choice] if choice else []
+        return {**self._common, "object": self.shape.chunk_kind, "choices": choices, **usage}
 
-    def usage_chunk(self) -> Json:
-        return {**self.chunk(None, False), "usage": usage_object(self._generation.usage)}
+    def usage(self) -> Json:
+        """As it is now."""
+        return {"usage": usage_object(self._answer.usage)}
 
-    def whole(self, text: str, finish_reason: str) -> Json:
+    def whole(self, choices: Sequence[Sequence[TextChunk]]) -> Json:
         return {
             **self._common,
             "object": self.shape.kind,
-            "choices": [self.shape.whole(text, finish_reason)],
-            "usage": usage_object(self._generation.usage),
+            "choices": [self.shape.whole(chunks) for chunks in choices],
+            **self.usage(),
         }
 
-    def timing(self) -> Json:
-        return asdict(self._generation.timing)
+    def timing(self, choice: int = 0) -> Json:
+        return asdict(self._answer.timing(choice))
 
 
 def usage_object(usage: Usage) -> Json:

@@ -3,61 +3,33 @@ known ones that are not supported yet are refused by name unless they ask for wh
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 from pydantic_core import from_json
 
 from core.errors import InvalidRequest
-from gateway.serving import MAX_STOP_LEN, MAX_STOP_STRINGS, Ask, Prompt
+from gateway.ask import MAX_CHOICES, Ask, Prompt
+from gateway.sampling_fields import MAX_TOKENS, Body, NumLogprobs, SamplingFields, TokenId, validated
 
-MAX_TOKENS = 2**31 - 1
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_PROMPT_IDS = 1 << 20
-TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0, 0.0),
     "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "min_p": (None, 0, 0.0),
-    "min_tokens": (None, 0),
-    "n": (None, 1),
-    "presence_penalty": (None, 0, 0.0),
-    "prompt_logprobs": (None,),
-    "repetition_penalty": (None, 1, 1.0),
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
     "tools": (None, []),
-    "top_logprobs": (None, 0),
+    "use_beam_search": (None, False),
 }
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class _Common(_Body):
+class _Common(SamplingFields):
     model: Annotated[str, Field(max_length=512)]
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
-    ignore_eos: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -65,54 +37,59 @@ class _Common(_Body):
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def to_ask(self, prompt: Prompt, max_tokens: int | None, client_request_id: str) -> Ask:
+    @property
+    def wants_running_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def _check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "stream_options needs stream to be true")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return Ask(
-            model=self.model,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            seed=self.seed,
-            stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
+
+
+class CompletionBody(_Common):
+    """POST /v1/completions. Prompts: a text, token ids, or a list of several of either."""
+
+    prompt: tuple[Prompt, ...]
+    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _prompts(cls, prompt: Any) -> tuple[Prompt, ...]:
+        """The outermost shape decides how the rest is read, so that no list is too long to refuse."""
+        if isinstance(prompt, str):
+            return (Prompt("prompt", text=prompt),)
+        if not isinstance(prompt, list):
+            raise ValueError("a prompt is a string, a list of token ids, or a list of several of either")
+        if not prompt or isinstance(prompt[0], int):
+            return (Prompt("prompt", token_ids=tuple(_checked(_IDS, prompt))),)
+        if len(prompt) > MAX_CHOICES:
+            raise ValueError(f"at most {MAX_CHOICES} prompts")
+        if isinstance(prompt[0], str):
+            return tuple(Prompt("prompt", text=text) for text in _checked(_TEXTS, prompt))
+        return tuple(Prompt("prompt", token_ids=tuple(ids)) for ids in _checked(_ID_LISTS, prompt))
+
+    def ask(self, client_request_id: str) -> Ask:
+        self._check_stream()
+        return self.to_ask(
+            self.model,
+            self.prompt,
+            best_of=self.best_of,
+            num_logprobs=self.logprobs,
+            num_prompt_logprobs=self.prompt_logprobs,
+            echoes=bool(self.echo),
+            is_stream=bool(self.stream),
             client_request_id=client_request_id,
         )
 
 
-class CompletionBody(_Common):
-    """POST /v1/completions. One prompt a request: text, a list of token ids, or a list holding just one of them."""
-
-    prompt: str | Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_PROMPT_IDS)]
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _only_prompt(cls, prompt: Any) -> Any:
-        """Unwrap a list of one prompt. Looks at the outermost shape only, so that no list is too long to refuse."""
-        if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
-            return prompt
-        if len(prompt) > 1:
-            raise ValueError("one prompt per request is supported")
-        return prompt[0]
-
-    def ask(self, client_request_id: str) -> Ask:
-        text = self.prompt if isinstance(self.prompt, str) else None
-        token_ids = None if isinstance(self.prompt, str) else tuple(self.prompt)
-        return self.to_ask(
-            Prompt("prompt", text=text, token_ids=token_ids), self.max_tokens, client_request_id
-        )
-
-
-class TextPart(_Body):
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
 
-class Message(_Body):
+class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
@@ -129,15 +106,28 @@ class ChatBody(_Common):
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
 
     def ask(self, client_request_id: str) -> Ask:
         """`max_completion_tokens` is the newer name of `max_tokens` and wins when both are given."""
-        messages = tuple(message.plain() for message in self.messages)
-        max_tokens = self.max_completion_tokens or self.max_tokens
-        return self.to_ask(Prompt("messages", messages=messages), max_tokens, client_request_id)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs to be true")
+        self._check_stream()
+        return self.to_ask(
+            self.model,
+            (Prompt("messages", messages=tuple(message.plain() for message in self.messages)),),
+            max_tokens=self.max_completion_tokens,
+            num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            num_prompt_logprobs=self.prompt_logprobs,
+            is_stream=bool(self.stream),
+            client_request_id=client_request_id,
+        )
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     """POST /v1/tokenize: `prompt` or `messages`."""
 
     model: str | None = None
@@ -154,7 +144,14 @@ class TokenizeBody(_Body):
         return Prompt("prompt", text=self.prompt)
 
 
-def parse_body(raw: bytes, kind: type[_Body]) -> Any:
+class DetokenizeBody(Body):
+    """POST /v1/detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_PROMPT_IDS)]
+
+
+def parse_body(raw: bytes, kind: type[Body]) -> Any:
     """The body as `kind`. Raises InvalidRequest naming the first field at fault."""
     try:
         data = from_json(raw, allow_inf_nan=False)
@@ -163,13 +160,7 @@ def parse_body(raw: bytes, kind: type[_Body]) -> Any:
     if not isinstance(data, dict):
         raise InvalidRequest("body", "the body is not a JSON object")
     _refuse_unsupported(data)
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = str(first["loc"][0]) if first["loc"] else "body"
-        where = ".".join(str(part) for part in first["loc"])
-        raise InvalidRequest(field, f"{where}: {first['msg']}") from error
+    return validated(kind, data)
 
 
 def _refuse_unsupported(data: dict[str, Any]) -> None:
@@ -181,3 +172,22 @@ def _refuse_unsupported(data: dict[str, Any]) -> None:
 def _is_same(given: Any, harmless: Any) -> bool:
     """Equal, and no boolean taken for a number."""
     return bool(given == harmless) and isinstance(given, bool) == isinstance(harmless, bool)
+
+
+_IDS = TypeAdapter(Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_PROMPT_IDS)])
+_TEXTS = TypeAdapter(Annotated[list[str], Field(fail_fast=True)])
+_ID_LISTS = TypeAdapter(
+    Annotated[
+        list[Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_PROMPT_IDS)]],
+        Field(fail_fast=True),
+    ]
+)
+
+
+def _checked(adapter: TypeAdapter[Any], value: Any) -> Any:
+    try:
+        return adapter.validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where}: {first['msg']}") from None

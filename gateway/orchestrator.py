@@ -8,13 +8,14 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from cluster.block_index import BlockIndex
 from cluster.handoff_rows import HandoffRows
-from core.errors import Busy, TandemError, Unavailable, WorkerLost
+from core.errors import Busy, Cancelled, DeadlineExceeded, TandemError, Unavailable, WorkerLost
 from core.handoff import HandoffState
 from core.ids import RequestId, WorkerId
+from core.scores import PromptScore
 from core.worker import Role, WorkerRecord
 from gateway.admission import Admission
 from gateway.attempt import Attempt
@@ -23,7 +24,7 @@ from gateway.generation import GenerationRequest, OutputToken
 from gateway.lease import Lease
 from gateway.live import HandoffReport, Live
 from gateway.metrics import GatewayMetrics
-from gateway.router import choose_prefill, rank_decode
+from gateway.router import Overlap, choose_prefill, rank_decode
 from gateway.timing import Mark, StageClock, Timing
 
 logger = logging.getLogger(__name__)
@@ -51,18 +52,25 @@ class Orchestrator:
         self._metrics = metrics
         self.live: dict[RequestId, Live] = {}
 
-    def begin(self, request: GenerationRequest) -> "Generation":
-        """Admit a request or refuse it before any work. Raises Unavailable or Busy."""
-        self.check_room(len(request.prompt_ids))
-        self.admission.arriving(request.request_id, len(request.prompt_ids))
-        return Generation(self, request)
+    def begin(self, requests: Sequence[GenerationRequest]) -> "list[Generation]":
+        """Admit the choices of one client's request, all of them or none, before any work. Raises Unavailable or
+        Busy."""
+        leaders = [request for request in requests if request.leader is None]
+        self.check_room(sum(len(request.prompt_ids) for request in leaders), len(requests))
+        for request in leaders:
+            self.admission.arriving(request.request_id, len(request.prompt_ids))
+        generations: dict[RequestId, Generation] = {}
+        for request in requests:
+            leader = generations[request.leader.request_id] if request.leader is not None else None
+            generations[request.request_id] = Generation(self, request, leader)
+        return list(generations.values())
 
-    def check_room(self, num_tokens: int = 1) -> None:
-        """Whether a prompt of at least that length would be admitted now. Raises Unavailable or Busy."""
+    def check_room(self, num_tokens: int = 1, num_choices: int = 1) -> None:
+        """Whether prompts of at least that many tokens would be admitted now. Raises Unavailable or Busy."""
         decode = self._fleet.candidates(Role.DECODE)
         if not decode:
             raise Unavailable("no decode worker is connected")
-        if len(self.live) >= MAX_LIVE_REQUESTS:
+        if len(self.live) + num_choices > MAX_LIVE_REQUESTS:
             raise Busy(f"{MAX_LIVE_REQUESTS} requests are running")
         waiting = [
             len(live.request.prompt_ids)
@@ -106,6 +114,8 @@ class Orchestrator:
             history.give_back()
 
     async def _attempt(self, live: Live, history: "History") -> AsyncGenerator[OutputToken, None]:
+        if live.request.lacks_scores(live.report.prompt_scores):
+            history.give_back()  # nobody tells the scores of a prompt that is not computed again
         prefill, decode = await self._route(live, history)
         lease = history.take(prefill)
         attempt = Attempt(live, history.committed, self._fleet, prefill, decode, self._rows, lease)
@@ -122,7 +132,7 @@ class Orchestrator:
         """One prefill worker and the decode workers in order of preference, from what is known now. No prefill
         worker: the decode worker computes the prompt, counted and reported. Raises WorkerLost without any."""
         request, avoid = live.request, history.avoid
-        overlap = await self._index.longest_prefix(request.chain)
+        overlap = await self._overlap(live)
         num_tokens = len(request.prompt_ids) + len(history.committed)
         prefill = history.holder or choose_prefill(
             self._fleet.candidates(Role.PREFILL), num_tokens, overlap, avoid
@@ -135,6 +145,15 @@ class Orchestrator:
             live.report.causes.append("no_prefill_worker")
             self._metrics.local_prefills.labels(cause="no_prefill_worker").inc()
         return prefill, decode
+
+    async def _overlap(self, live: Live) -> Overlap:
+        """Who holds how much of the prompt: what the index says, and those who have just had all of it."""
+        overlap = dict(await self._index.longest_prefix(live.request.chain))
+        hosts = live.leader.hosts if live.leader is not None else ()
+        for link in self._fleet.links:
+            if link.record.worker_id in hosts:
+                overlap[link.record.epoch] = len(live.request.chain)
+        return overlap
 
     def _note_retry(self, live: Live, error: TandemError) -> None:
         logger.warning(
@@ -186,26 +205,58 @@ class History:
 class Generation:
     """One admitted request: iterate `tokens()` once, then read `timing` and `report`."""
 
-    def __init__(self, orchestrator: Orchestrator, request: GenerationRequest) -> None:
+    def __init__(
+        self, orchestrator: Orchestrator, request: GenerationRequest, leader: "Generation | None" = None
+    ) -> None:
         self.request = request
         self.report = HandoffReport()
         self._clock = StageClock()
         self._orchestrator = orchestrator
-        self._live = Live(request, self._clock, self.report, asyncio.Event())
+        self.live: Live = Live(
+            request,
+            self._clock,
+            self.report,
+            cancelled=asyncio.Event(),
+            leader=leader.live if leader is not None else None,
+        )
 
     async def tokens(self) -> AsyncGenerator[OutputToken, None]:
         """In order, once. Closing the iterator early aborts the request on both tiers."""
         live = self._orchestrator.live
-        live[self.request.request_id] = self._live
+        live[self.request.request_id] = self.live
         self._orchestrator.admission.arrived(self.request.request_id)
-        source = self._orchestrator.attempts(self._live)
+        source = self._orchestrator.attempts(self.live)
         try:
+            await self._follow()
             async for token in source:
                 yield token
         finally:
+            self.live.is_handed_over.set()
             await source.aclose()
             self._orchestrator.admission.ended()
             del live[self.request.request_id]
+
+    async def _follow(self) -> None:
+        """Wait for the leader, if there is one. Raises Cancelled or DeadlineExceeded."""
+        leader, live = self.live.leader, self.live
+        if leader is None:
+            return
+        waits = [asyncio.ensure_future(event.wait()) for event in (leader.is_handed_over, live.cancelled)]
+        try:
+            left_s = self.request.deadline_s - self._clock.since(Mark.ARRIVED)
+            done, _ = await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if live.cancelled.is_set():
+            raise Cancelled("aborted on request")
+        if not done:
+            raise DeadlineExceeded(f"not done within {self.request.deadline_s:g} s")
+
+    @property
+    def prompt_scores(self) -> Sequence[PromptScore]:
+        """Complete with the first token; those of the leader for a choice that has one."""
+        return (self.live.leader or self.live).report.prompt_scores
 
     @property
     def time_to_first_token_s(self) -> float | None:

@@ -1,76 +1,31 @@
-"""The front's one door to the core, the same for HTTP and gRPC: check, tokenise, generate, count. Knows no protocol.
+"""The front's one door to the core, the same for HTTP and gRPC: check, tokenise, generate. Knows no protocol.
 
-Ask ──prepare()──► TextGeneration ──chunks()──► TextChunk ... TextChunk(finish_reason) ; then usage, timing
+Ask ──prepare()──► Answer ──chunks()──► TextChunk ... TextChunk(finish_reason) of each choice; then usage, timing
 """
 
 import asyncio
-import contextlib
 import math
 import secrets
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from core.block_hash import hash_chain
-from core.errors import ErrorCode, InvalidRequest, ModelNotFound, TandemError, Unavailable
+from core.errors import InvalidRequest, ModelNotFound, TandemError, Unavailable
+from core.ids import BlockHash
 from core.sampling import SamplingParams
 from core.worker import Role
+from gateway.answer import Answer
+from gateway.ask import Ask, Prompt
 from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest
+from gateway.grammar_checker import GrammarChecker
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Generation, Orchestrator
+from gateway.text_generation import TextGeneration
 from gateway.text_stream import TextStream
-from gateway.timing import Timing
 from gateway.tokenizer import TextTokenizer
 
 DEFAULT_MAX_TOKENS = 16
-MAX_STOP_STRINGS = 16
-MAX_STOP_LEN = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Exactly one of text, messages and ids. `field` is what the client called it, for errors."""
-
-    field: str
-    text: str | None = None
-    messages: tuple[dict[str, str], ...] | None = None
-    token_ids: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request whose fields have the right types and ranges already; what depends on the model is checked here.
-    `max_tokens` is a ceiling: it is cut to what fits the context and the pools."""
-
-    model: str
-    prompt: Prompt
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    client_request_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TextChunk:
-    """Text that follows that of the chunk before, and the tokens since then. `finish_reason` is set on the last."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of one request; a final stop token counts, what was made beyond a stop string does not."""
-
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_cached_tokens: int
 
 
 class Serving:
@@ -83,6 +38,7 @@ class Serving:
         fleet: Fleet,
         orchestrator: Orchestrator,
         metrics: GatewayMetrics,
+        grammars: GrammarChecker,
         timeout_s: float,
     ) -> None:
         self.model_id = model_id
@@ -91,6 +47,7 @@ class Serving:
         self.orchestrator = orchestrator
         self.metrics = metrics
         self.grpc_address = ""
+        self._grammars = grammars
         self._timeout_s = timeout_s
 
     def check_model(self, model: str) -> None:
@@ -130,31 +87,81 @@ class Serving:
             raise InvalidRequest(prompt.field, "the prompt is empty")
         return ids
 
-    async def prepare(self, ask: Ask, deadline_s: float | None = None) -> "TextGeneration":
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Control tokens included. Raises InvalidRequest for an id outside the vocabulary."""
+        self._check_vocabulary("tokens", token_ids)
+        return await asyncio.to_thread(self.tokenizer.decode, token_ids, skips_special_tokens=False)
+
+    async def prepare(self, ask: Ask, deadline_s: float | None = None) -> Answer:
         """Everything a client can get wrong is refused here, before any work. `deadline_s` is what the client allows,
         if it says so; the gateway's own limit holds in any case."""
         try:
             self.check_model(ask.model)
             self.orchestrator.check_room()
-            context_len = self.context_len
-            ids = await self.tokenize(ask.prompt)
-            room = context_len - len(ids)
-            if room < 1:
-                message = (
-                    f"the prompt has {len(ids)} tokens; with at least 1 of output the limit is {context_len}"
-                )
-                raise InvalidRequest(ask.prompt.field, message)
-            chain = await asyncio.to_thread(hash_chain, ids, self.fleet.fingerprint)
-            params = self._sampling(ask, room)
+            sampling = await self._sampling(ask)
+            prompts = [await self._prepare_prompt(ask, prompt) for prompt in ask.prompts]
             allowed_s = min(self._timeout_s, math.inf if deadline_s is None else deadline_s)
-            request = GenerationRequest(
-                tuple(ids), params, tuple(chain), allowed_s, client_request_id=ask.client_request_id
-            )
-            generation = self.orchestrator.begin(request)
+            requests = self._requests(ask, sampling, prompts, allowed_s)
+            generations = self.orchestrator.begin(requests)
         except TandemError as error:
             self.metrics.requests.labels(outcome=error.code.value).inc()
             raise
-        return TextGeneration(generation, TextStream(self.tokenizer, ask.stop), self.metrics)
+        choices = [
+            self._text_generation(ask, prompt, index, generation)
+            for index, (generation, prompt) in enumerate(
+                zip(generations, _repeated(prompts, ask), strict=True)
+            )
+        ]
+        return Answer(choices, [len(prompt.ids) for prompt in prompts], ask.n, self.metrics)
+
+    async def _prepare_prompt(self, ask: Ask, prompt: Prompt) -> "PreparedPrompt":
+        context_len = self.context_len
+        ids = await self.tokenize(prompt)
+        room = context_len - len(ids)
+        if room < 1:
+            message = (
+                f"the prompt has {len(ids)} tokens; with at least 1 of output the limit is {context_len}"
+            )
+            raise InvalidRequest(prompt.field, message)
+        chain = await asyncio.to_thread(hash_chain, ids, self.fleet.fingerprint)
+        default = room if prompt.messages is not None else DEFAULT_MAX_TOKENS
+        max_tokens = default if ask.max_tokens is None else ask.max_tokens
+        return PreparedPrompt(prompt, tuple(ids), tuple(chain), max(min(max_tokens, room), 1))
+
+    def _requests(
+        self, ask: Ask, sampling: SamplingParams, prompts: Sequence["PreparedPrompt"], allowed_s: float
+    ) -> list[GenerationRequest]:
+        """One for each choice. A prompt's first one is its leader: the others wait until its blocks are on a decode
+        worker, and find them cached on both tiers."""
+        requests: list[GenerationRequest] = []
+        for prompt in prompts:
+            leader: GenerationRequest | None = None
+            for choice in range(max(ask.n, ask.best_of)):
+                own = replace(sampling, max_tokens=prompt.max_tokens, seed=sampling.choice_seed(choice))
+                if leader is not None:
+                    own = replace(own, num_prompt_logprobs=-1)
+                request = GenerationRequest(
+                    prompt.ids, own, prompt.chain, allowed_s, ask.client_request_id, leader=leader
+                )
+                leader = leader or request
+                requests.append(request)
+        return requests
+
+    def _text_generation(
+        self, ask: Ask, prompt: "PreparedPrompt", index: int, generation: Generation
+    ) -> TextGeneration:
+        echoed = None
+        if ask.echoes:
+            text = prompt.asked.text
+            echoed = self.tokenizer.decode(prompt.ids) if text is None else text
+        return TextGeneration(
+            index,
+            generation,
+            TextStream(self.tokenizer, ask.text, ask.sampling.min_tokens),
+            frozenset(ask.sampling.stop_token_ids),
+            echoed,
+            ask.max_tokens == 0,
+        )
 
     def _check_len(self, prompt: Prompt) -> None:
         """Text that cannot fit however it is cut into tokens is not worth cutting."""
@@ -171,96 +178,45 @@ class Serving:
         ids = list(prompt.token_ids or ())
         if not ids:
             raise InvalidRequest(prompt.field, "the prompt is empty")
-        limit = self.vocab_size
-        wrong = next((token_id for token_id in ids if not 0 <= token_id < limit), None)
-        if wrong is not None:
-            raise InvalidRequest(prompt.field, f"token id {wrong} is outside the vocabulary [0, {limit})")
+        self._check_vocabulary(prompt.field, ids)
         return ids
 
-    def _sampling(self, ask: Ask, room: int) -> SamplingParams:
-        limit = self.vocab_size
-        wrong = next((token_id for token_id in ask.stop_token_ids if not 0 <= token_id < limit), None)
-        if wrong is not None:
-            raise InvalidRequest("stop_token_ids", f"token id {wrong} is outside the vocabulary [0, {limit})")
-        default = room if ask.prompt.messages is not None else DEFAULT_MAX_TOKENS
-        ends = () if ask.ignore_eos else self.tokenizer.eos_token_ids
-        return SamplingParams(
-            max_tokens=min(ask.max_tokens or default, room),
-            temperature=ask.temperature,
-            top_p=ask.top_p,
-            top_k=ask.top_k,
+    async def _sampling(self, ask: Ask) -> SamplingParams:
+        """Raises InvalidRequest naming the field with an id outside the vocabulary, or a form that has no grammar.
+        Where the form is complete the output ends, and the model says so with an end-of-sequence id."""
+        given = ask.sampling
+        self._check_vocabulary("stop_token_ids", given.stop_token_ids)
+        self._check_vocabulary("allowed_token_ids", given.allowed_token_ids)
+        self._check_vocabulary("logit_bias", [token_id for token_id, _ in given.logit_bias])
+        grammar = await self._grammars.check(ask.form) if ask.form is not None else ""
+        ends = () if ask.ignores_eos and not grammar else self.tokenizer.eos_token_ids
+        return replace(
+            given,
+            grammar=grammar,
             seed=secrets.randbits(64) if ask.seed is None else ask.seed & 0xFFFFFFFFFFFFFFFF,
-            stop_token_ids=tuple(dict.fromkeys((*ask.stop_token_ids, *ends))),
+            stop_token_ids=tuple(dict.fromkeys((*given.stop_token_ids, *ends))),
+            bad_words=await asyncio.to_thread(self.tokenizer.spellings, ask.bad_words)
+            if ask.bad_words
+            else (),
         )
 
+    def _check_vocabulary(self, field: str, token_ids: Iterable[int]) -> None:
+        limit = self.vocab_size
+        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < limit), None)
+        if wrong is not None:
+            raise InvalidRequest(field, f"token id {wrong} is outside the vocabulary [0, {limit})")
 
-class TextGeneration:
-    """One admitted request: iterate chunks() once; usage and timing are complete afterwards."""
 
-    def __init__(self, generation: Generation, text: TextStream, metrics: GatewayMetrics) -> None:
-        self.request_id = generation.request.request_id
-        self._generation = generation
-        self._text = text
-        self._metrics = metrics
-        self._num_tokens = 0
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt of `asked` as tokens, the hashes of its full blocks, and how many tokens may follow."""
 
-    async def chunks(self) -> AsyncGenerator[TextChunk, None]:
-        """At least one; exactly the last has a finish reason. Raises the typed error that ended the request. Closing
-        it early aborts the request."""
-        outcome = ErrorCode.CANCELLED.value
-        self._metrics.live.inc()
-        try:
-            async with contextlib.aclosing(self._chunks()) as chunks:
-                async for chunk in chunks:
-                    if chunk.finish_reason:
-                        outcome = chunk.finish_reason
-                    yield chunk
-        except TandemError as error:
-            outcome = error.code.value
-            raise
-        finally:
-            self._count(outcome)
+    asked: Prompt
+    ids: tuple[int, ...]
+    chain: tuple[BlockHash, ...]
+    max_tokens: int
 
-    async def _chunks(self) -> AsyncGenerator[TextChunk, None]:
-        tokens = self._generation.tokens()
-        unshown: list[int] = []
-        try:
-            async for token in tokens:
-                self._num_tokens += 1
-                unshown.append(token.token_id)
-                is_stop_token = token.finish_reason == "stop"
-                text = "" if is_stop_token else self._text.push(token.token_id)
-                reason = "stop" if self._text.is_stopped else token.finish_reason
-                if reason:
-                    await tokens.aclose()
-                    text += self._text.finish()
-                    reason = "stop" if self._text.is_stopped else reason
-                    yield TextChunk(text, tuple(unshown), reason)
-                    return
-                if text:
-                    yield TextChunk(text, tuple(unshown))
-                    unshown = []
-        finally:
-            await tokens.aclose()
 
-    @property
-    def usage(self) -> Usage:
-        report = self._generation.report
-        return Usage(len(self._generation.request.prompt_ids), self._num_tokens, report.num_cached_tokens)
-
-    @property
-    def timing(self) -> Timing:
-        return self._generation.timing
-
-    def _count(self, outcome: str) -> None:
-        metrics, timing, usage = self._metrics, self.timing, self.usage
-        metrics.live.dec()
-        metrics.requests.labels(outcome=outcome).inc()
-        metrics.prompt_tokens.inc(usage.num_prompt_tokens)
-        metrics.output_tokens.inc(usage.num_completion_tokens)
-        metrics.cached_tokens.inc(usage.num_cached_tokens)
-        metrics.preemptions.inc(timing.num_preemptions)
-        if timing.kv_bytes:
-            metrics.kv_bytes.labels(connector=timing.connector).inc(timing.kv_bytes)
-        if usage.num_completion_tokens:
-            metrics.observe(timing)
+def _repeated(prompts: Sequence[PreparedPrompt], ask: Ask) -> list[PreparedPrompt]:
+    """The prompt of each choice."""
+    return [prompt for prompt in prompts for _ in range(max(ask.n, ask.best_of))]

@@ -3,32 +3,43 @@
 text so far   [ shown | held back: may be the start of a stop string ]
 """
 
-from collections.abc import Sequence
-
+from gateway.ask import PLAIN, TextOptions
 from gateway.tokenizer import TextTokenizer
 
 
 class TextStream:
     """Push tokens, show what push() returns. The pieces joined are the whole text, cut at the stop string that is
-    complete first (of those, the longest): however the text is split into tokens, none of it is shown."""
+    complete first (of those, the longest): however the text is split into tokens, none of it is shown (or, with
+    includes_stop, all of it and nothing after). What the first `min_tokens` tokens say is no part of a stop string.
+    `matched` is the one that ended the text."""
 
-    def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: TextTokenizer, options: TextOptions = PLAIN, min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
-        self._stream = tokenizer.decode_stream()
-        self._stop = tuple(stop)
+        self._options = options
+        self._stream = tokenizer.decode_stream(options.skips_special_tokens)
+        self._num_exempt = min_tokens
         self._held = ""
         self._undecoded: list[int] = []
-        self.is_stopped = False
+        self.matched = ""
 
-    def push(self, token_id: int) -> str:
-        """The text that can be shown now. Sets is_stopped once a stop string is complete."""
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self.matched)
+
+    def push(self, token_id: int, is_stop_token: bool = False) -> str:
+        """The text that can be shown now. A stop token's own text is part of it with includes_stop only."""
+        if is_stop_token and not self._options.includes_stop:
+            return ""
         text = self._tokenizer.step(self._stream, token_id)
         self._undecoded = [] if text else [*self._undecoded, token_id]
-        return self._show(text)
+        self._num_exempt -= 1
+        return text if self._num_exempt >= 0 else self._show(text)
 
     def finish(self) -> str:
         """What is left when no token follows: held text, and the replacement of an incomplete character."""
-        tail = self._tokenizer.decode(self._undecoded) if self._undecoded else ""
+        tail = ""
+        if self._undecoded:
+            tail = self._tokenizer.decode(self._undecoded, self._options.skips_special_tokens)
         self._undecoded = []
         shown = self._show(tail)
         if self.is_stopped:
@@ -39,14 +50,14 @@ class TextStream:
     def _show(self, text: str) -> str:
         if self.is_stopped:
             return ""
-        text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        text, stops = self._held + text, self._options.stop
+        found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
         if found:
-            self.is_stopped = True
+            end, start = min(found)
+            self.matched = text[start:end]
             self._held = ""
-            _, start = min(found)
-            return text[:start]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+            return text[: end if self._options.includes_stop else start]
+        keep = max((_overlap(text, stop) for stop in stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 

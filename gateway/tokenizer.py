@@ -2,7 +2,7 @@
 from a client never does: there `<|im_end|>` is nine ordinary characters."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jinja2
@@ -28,11 +28,13 @@ class TextTokenizer:
         self._trusted = files.tokenizer
         self._plain = Tokenizer.from_str(files.tokenizer.to_str())
         self._plain.encode_special_tokens = True
-        controls = [
-            token.content for token in files.tokenizer.get_added_tokens_decoder().values() if token.content
-        ]
+        added = files.tokenizer.get_added_tokens_decoder()
+        self._control_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        controls = [token.content for token in added.values() if token.content]
         self._controls = [*sorted(controls, key=len, reverse=True), _MARK, _END]
         self._control = re.compile("|".join(map(re.escape, self._controls)))
+        decoder = files.tokenizer.decoder
+        self._is_byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
         self._template = _compile(files.chat_template) if files.chat_template else None
 
     @property
@@ -63,16 +65,35 @@ class TextTokenizer:
             raise InvalidRequest("messages", f"the model's chat template refused them: {error}") from error
         return self._encode_rendered(rendered)
 
-    def decode_stream(self) -> DecodeStream:
+    def spellings(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as tokens, at the start of a text and after a space: nothing else spells it in running text."""
+        texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        ids = (tuple(_encode(self._plain, text)) for text in texts)
+        return tuple(dict.fromkeys(own for own in ids if own))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token spells, which need not be whole characters; nothing for an id beyond the vocabulary."""
+        token = self._trusted.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._control.fullmatch(token) or not self._is_byte_level:
+            return _sentencepiece_bytes(token)
+        return bytes(_BYTES[character] for character in token if character in _BYTES)
+
+    def is_control(self, token_id: int) -> bool:
+        """Whether it is left out of text."""
+        return token_id in self._control_ids
+
+    def decode_stream(self, skips_special_tokens: bool = True) -> DecodeStream:
         """For one output: `step(tokenizer, id)`; see TextStream."""
-        return DecodeStream(skip_special_tokens=True)
+        return DecodeStream(skip_special_tokens=skips_special_tokens)
 
     def step(self, stream: DecodeStream, token_id: int) -> str:
         """The text that a further token completes; empty while a character is incomplete."""
         return stream.step(self._trusted, token_id) or ""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._trusted.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], skips_special_tokens: bool = True) -> str:
+        text: str = self._trusted.decode(list(token_ids), skip_special_tokens=skips_special_tokens)
         return text
 
     def _disarm(self, text: str) -> str:
@@ -89,6 +110,24 @@ class TextTokenizer:
             elif part:
                 ids += _encode(self._trusted, part)
         return ids
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level vocabularies spell each byte as one character: printable Latin-1 ones as themselves, the others, in
+    order, as those from U+0100 on (OpenAI's GPT-2)."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    """`<0xE2>` is a byte; U+2581 stands for a space."""
+    if match := re.fullmatch("<0x([0-9A-F]{2})>", token):
+        return bytes.fromhex(match[1])
+    return token.replace("\u2581", " ").encode()
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:

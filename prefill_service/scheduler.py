@@ -7,7 +7,7 @@ handoff's seal is verified. No torch, no I/O.
 
 from dataclasses import dataclass
 
-from core.errors import ErrorCode
+from core.errors import EngineFailed, ErrorCode, TandemError
 from core.grant import FirstToken
 from core.ids import BlockHash, BlockId, HandoffId
 from engine.block_pool import BlockState
@@ -19,6 +19,7 @@ from engine.messages import (
     Computed,
     First,
     Granted,
+    PromptScores,
     Release,
     Started,
     StartPrompt,
@@ -75,7 +76,7 @@ class PrefillTier:
     def step(self) -> bool:
         self._hold_back()
         for sequence, error in self.engine.scheduler.misguided:
-            self._fail(sequence, error.code, str(error))
+            self._fail(sequence, error)
         progress = self.engine.step()
         for item in progress:
             self._report(item)
@@ -91,7 +92,7 @@ class PrefillTier:
 
     def fail_step(self, error: Exception) -> None:
         for sequence in [item.sequence for item in self.engine.work if item.sequence.id in self._sequences]:
-            self._fail(sequence, ErrorCode.ENGINE, f"engine step failed: {type(error).__name__}: {error}")
+            self._fail(sequence, EngineFailed(f"engine step failed: {type(error).__name__}: {error}"))
 
     def _hold_back(self) -> None:
         """Prompts beyond MAX_UNGRANTED stay in the queue, which admission looks at: a saturated decode tier must not
@@ -109,8 +110,7 @@ class PrefillTier:
         if command.takes_over and self._take_over(earlier, command.id):
             return
         tokens = [*command.prompt_ids, *command.output_ids]
-        num_prompt_tokens = len(command.prompt_ids)
-        sequence = Sequence(command.id, tokens, num_prompt_tokens, command.params, self._fingerprint)
+        sequence = Sequence(command.id, tokens, len(command.prompt_ids), command.params, self._fingerprint)
         scheduler = self.engine.scheduler
         if not scheduler.can_run(sequence, len(tokens)):
             message = f"{len(tokens)} tokens do not fit the prefill worker"
@@ -144,8 +144,10 @@ class PrefillTier:
     def _report(self, progress: Progress) -> None:
         sequence, token, reason = progress
         if token is not None and not token.is_valid:
-            self._fail(sequence, token.error.code, str(token.error))
+            self._fail(sequence, token.error)
             return
+        if scores := sequence.take_scores():
+            self.events.append(PromptScores(sequence.id, sequence.num_scored - len(scores) + 1, scores))
         self.events.append(Computed(sequence.id, sequence.num_computed))
         if token is None:
             return
@@ -179,9 +181,9 @@ class PrefillTier:
         if lease is not None:
             self.engine.scheduler.pool.release(lease.block_ids, BlockState.LEASED)
 
-    def _fail(self, sequence: Sequence, code: ErrorCode, message: str) -> None:
+    def _fail(self, sequence: Sequence, error: TandemError) -> None:
         self._drop(sequence.id)
-        self.events.append(WorkFailed(sequence.id, code, message))
+        self.events.append(WorkFailed(sequence.id, error.code, str(error), getattr(error, "field", "")))
 
     def _forget(self, handoff_id: HandoffId) -> None:
         self._sequences.pop(handoff_id, None)

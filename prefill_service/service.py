@@ -22,6 +22,7 @@ from engine.messages import (
     Computed,
     First,
     Granted,
+    PromptScores,
     Release,
     Report,
     Started,
@@ -200,8 +201,11 @@ class PrefillService(
                 tokens = [convert.first_token_to_proto(token, reason) for token, reason in pairs]
                 first = pb.PrefillFirstToken(handoff_id=handoff_id, first_tokens=tokens)
                 entry.events.put(pb.PrefillEvent(first_token=first))
+            case PromptScores():
+                scores = convert.scores_to_proto(event.id, event.position, event.scores)
+                entry.events.put(pb.PrefillEvent(prompt_scores=scores))
             case WorkFailed():
-                self.fail(entry, error_from(event.code, event.message))
+                self.fail(entry, error_from(event.code, event.message, event.field))
             case WorkAborted():
                 self.ended(event.id)
 

@@ -45,6 +45,11 @@ class TandemStub:
                 request_serializer=proto_dot_client__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=proto_dot_client__pb2.GenerateChunk.FromString,
                 _registered_method=True)
+        self.ResumeStream = channel.unary_stream(
+                '/tandem.v1.Tandem/ResumeStream',
+                request_serializer=proto_dot_client__pb2.ResumeStreamRequest.SerializeToString,
+                response_deserializer=proto_dot_client__pb2.GenerateChunk.FromString,
+                _registered_method=True)
         self.AbortRequest = channel.unary_unary(
                 '/tandem.v1.Tandem/AbortRequest',
                 request_serializer=proto_dot_client__pb2.AbortRequestRequest.SerializeToString,
@@ -70,7 +75,15 @@ class TandemServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """The same, streamed: any number of text chunks, then exactly one that has a finish reason.
+        """The same, streamed: of each choice any number of chunks, the last of which has a finish reason.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeStream(self, request, context):
+        """Go on with a stream whose request was resumable, after its connection broke. A token that is unknown or expired is
+        NOT_FOUND. A stream has one reader: this call ends the one before it with CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,6 +114,11 @@ def add_TandemServicer_to_server(servicer, server):
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
                     request_deserializer=proto_dot_client__pb2.GenerateRequest.FromString,
+                    response_serializer=proto_dot_client__pb2.GenerateChunk.SerializeToString,
+            ),
+            'ResumeStream': grpc.unary_stream_rpc_method_handler(
+                    servicer.ResumeStream,
+                    request_deserializer=proto_dot_client__pb2.ResumeStreamRequest.FromString,
                     response_serializer=proto_dot_client__pb2.GenerateChunk.SerializeToString,
             ),
             'AbortRequest': grpc.unary_unary_rpc_method_handler(
@@ -168,6 +186,33 @@ class Tandem:
             target,
             '/tandem.v1.Tandem/GenerateStream',
             proto_dot_client__pb2.GenerateRequest.SerializeToString,
+            proto_dot_client__pb2.GenerateChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeStream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Tandem/ResumeStream',
+            proto_dot_client__pb2.ResumeStreamRequest.SerializeToString,
             proto_dot_client__pb2.GenerateChunk.FromString,
             options,
             channel_credentials,

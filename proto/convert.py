@@ -1,12 +1,15 @@
 """Between wire messages and the types of `core`. The only place where the two meet; values are checked here only for
 shape, their meaning is checked by whoever acts on them."""
 
+from collections.abc import Sequence
+
 from core.errors import Busy, EngineFailed, InvalidRequest, ModelNotFound, TandemError, error_from
 from core.grant import FirstToken, Grant
 from core.ids import BlockId, Epoch, HandoffId, RequestId, WorkerId
 from core.kv_spec import DType, KVSpec
 from core.load import Load
 from core.sampling import SamplingParams, Top
+from core.scores import PromptScore
 from core.worker import WorkerRecord
 from proto import session_pb2 as session
 from proto import types_pb2 as pb
@@ -101,6 +104,26 @@ def top_from_proto(message: pb.TopTokens) -> Top:
             f"{len(message.token_ids)} likeliest tokens, {len(message.logprobs)} probabilities"
         )
     return tuple(zip(message.token_ids, message.logprobs, strict=True))
+
+
+def scores_to_proto(handoff_id: HandoffId, position: int, scores: Sequence[PromptScore]) -> pb.PromptScores:
+    tops = [top_to_proto(score.top) for score in scores if score.top]
+    return pb.PromptScores(
+        handoff_id=handoff_id_to_proto(handoff_id),
+        position=position,
+        logprobs=[score.logprob for score in scores],
+        ranks=[score.rank for score in scores],
+        tops=tops,
+    )
+
+
+def scores_from_proto(message: pb.PromptScores) -> list[PromptScore]:
+    """Raises EngineFailed when their parts are not as many."""
+    num_scores = len(message.logprobs)
+    if len(message.ranks) != num_scores or len(message.tops) not in (0, num_scores):
+        raise EngineFailed(f"{num_scores} scores, {len(message.ranks)} ranks, {len(message.tops)} likeliest")
+    tops = [top_from_proto(top) for top in message.tops] or [()] * num_scores
+    return list(map(PromptScore, message.logprobs, message.ranks, tops))
 
 
 def kv_spec_to_proto(spec: KVSpec) -> pb.KVSpec:

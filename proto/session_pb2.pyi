@@ -96,7 +96,7 @@ class PrefillEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[PrefillEvent, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.Load, _Mapping]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("hello", "queued", "started", "first_token", "sealed", "failed", "aborted")
+    __slots__ = ("hello", "queued", "started", "first_token", "sealed", "failed", "aborted", "prompt_scores")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class PrefillEvent(_message.Message):
     SEALED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ABORTED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     queued: PrefillQueued
     started: PrefillStarted
@@ -111,7 +112,8 @@ class PrefillEvent(_message.Message):
     sealed: PrefillSealed
     failed: Failed
     aborted: Aborted
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., queued: _Optional[_Union[PrefillQueued, _Mapping]] = ..., started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., sealed: _Optional[_Union[PrefillSealed, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ...) -> None: ...
+    prompt_scores: _types_pb2.PromptScores
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., queued: _Optional[_Union[PrefillQueued, _Mapping]] = ..., started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., sealed: _Optional[_Union[PrefillSealed, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., prompt_scores: _Optional[_Union[_types_pb2.PromptScores, _Mapping]] = ...) -> None: ...
 
 class PrefillQueued(_message.Message):
     __slots__ = ("handoff_id",)
@@ -220,20 +222,22 @@ class DecodeEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[DecodeEvent, _Mapping]]] = ..., load: _Optional[_Union[_types_pb2.Load, _Mapping]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("hello", "granted", "seal_verified", "token", "failed", "aborted")
+    __slots__ = ("hello", "granted", "seal_verified", "token", "failed", "aborted", "prompt_scores")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     SEAL_VERIFIED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ABORTED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     granted: DecodeGranted
     seal_verified: DecodeSealVerified
     token: DecodeToken
     failed: Failed
     aborted: Aborted
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., granted: _Optional[_Union[DecodeGranted, _Mapping]] = ..., seal_verified: _Optional[_Union[DecodeSealVerified, _Mapping]] = ..., token: _Optional[_Union[DecodeToken, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ...) -> None: ...
+    prompt_scores: _types_pb2.PromptScores
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., granted: _Optional[_Union[DecodeGranted, _Mapping]] = ..., seal_verified: _Optional[_Union[DecodeSealVerified, _Mapping]] = ..., token: _Optional[_Union[DecodeToken, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., prompt_scores: _Optional[_Union[_types_pb2.PromptScores, _Mapping]] = ...) -> None: ...
 
 class DecodeGranted(_message.Message):
     __slots__ = ("grant",)

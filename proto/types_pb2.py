@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11proto/types.proto\x12\ttandem.v1\"\x9c\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x14\n\x0cnum_logprobs\x18\x07 \x01(\r\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0c \x01(\x01\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12+\n\tbad_words\x18\x0f \x03(\x0b\x32\x18.tandem.v1.TokenSequence\x12\x0f\n\x07grammar\x18\x10 \x01(\t\x12 \n\x13num_prompt_logprobs\x18\x11 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x12 \x01(\x11\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x16\n\x14_num_prompt_logprobs\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"0\n\tTopTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"0\n\tHandoffId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"2\n\x0eWorkerIdentity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"\x94\x01\n\x06KVSpec\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\x16\n\x0elayout_version\x18\x07 \x01(\r\"\xcc\x01\n\x05Grant\x12(\n\nhandoff_id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.HandoffId\x12\x30\n\rdecode_worker\x18\x02 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x11\n\taddresses\x18\x06 \x03(\t\x12\x0b\n\x03mac\x18\x07 \x01(\x0c\"\xa4\x01\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0f\n\x07logprob\x18\x04 \x01(\x01\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12!\n\x03top\x18\x06 \x01(\x0b\x32\x14.tandem.v1.TopTokens\"L\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"\xb8\x02\n\x04Load\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x0e\n\x06step_s\x18\x06 \x01(\x01\x12\x10\n\x08sequence\x18\x07 \x01(\x04\x12;\n\x0f\x62locks_by_state\x18\x08 \x03(\x0b\x32\".tandem.v1.Load.BlocksByStateEntry\x12\x14\n\x0ctokens_per_s\x18\t \x01(\x01\x12\x13\n\x0bis_draining\x18\n \x01(\x08\x1a\x34\n\x12\x42locksByStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11proto/types.proto\x12\ttandem.v1\"\x9c\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x14\n\x0cnum_logprobs\x18\x07 \x01(\r\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0c \x01(\x01\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0e \x03(\r\x12+\n\tbad_words\x18\x0f \x03(\x0b\x32\x18.tandem.v1.TokenSequence\x12\x0f\n\x07grammar\x18\x10 \x01(\t\x12 \n\x13num_prompt_logprobs\x18\x11 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x12 \x01(\x11\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x16\n\x14_num_prompt_logprobs\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8f\x01\n\x0cPromptScores\x12(\n\nhandoff_id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.HandoffId\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\r\n\x05ranks\x18\x04 \x03(\r\x12\"\n\x04tops\x18\x05 \x03(\x0b\x32\x14.tandem.v1.TopTokens\"0\n\tTopTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"0\n\tHandoffId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"2\n\x0eWorkerIdentity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"\x94\x01\n\x06KVSpec\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\x16\n\x0elayout_version\x18\x07 \x01(\r\"\xcc\x01\n\x05Grant\x12(\n\nhandoff_id\x18\x01 \x01(\x0b\x32\x14.tandem.v1.HandoffId\x12\x30\n\rdecode_worker\x18\x02 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x11\n\taddresses\x18\x06 \x03(\t\x12\x0b\n\x03mac\x18\x07 \x01(\x0c\"\xa4\x01\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0f\n\x07logprob\x18\x04 \x01(\x01\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12!\n\x03top\x18\x06 \x01(\x0b\x32\x14.tandem.v1.TopTokens\"L\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"\xb8\x02\n\x04Load\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x0e\n\x06step_s\x18\x06 \x01(\x01\x12\x10\n\x08sequence\x18\x07 \x01(\x04\x12;\n\x0f\x62locks_by_state\x18\x08 \x03(\x0b\x32\".tandem.v1.Load.BlocksByStateEntry\x12\x14\n\x0ctokens_per_s\x18\t \x01(\x01\x12\x13\n\x0bis_draining\x18\n \x01(\x08\x1a\x34\n\x12\x42locksByStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,30 +35,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_LOAD_BLOCKSBYSTATEENTRY']._loaded_options = None
   _globals['_LOAD_BLOCKSBYSTATEENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1675
-  _globals['_FINISHREASON']._serialized_end=1770
+  _globals['_FINISHREASON']._serialized_start=1821
+  _globals['_FINISHREASON']._serialized_end=1916
   _globals['_SAMPLINGPARAMS']._serialized_start=33
   _globals['_SAMPLINGPARAMS']._serialized_end=573
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=501
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=549
   _globals['_TOKENSEQUENCE']._serialized_start=575
   _globals['_TOKENSEQUENCE']._serialized_end=603
-  _globals['_TOPTOKENS']._serialized_start=605
-  _globals['_TOPTOKENS']._serialized_end=653
-  _globals['_HANDOFFID']._serialized_start=655
-  _globals['_HANDOFFID']._serialized_end=703
-  _globals['_WORKERIDENTITY']._serialized_start=705
-  _globals['_WORKERIDENTITY']._serialized_end=755
-  _globals['_KVSPEC']._serialized_start=758
-  _globals['_KVSPEC']._serialized_end=906
-  _globals['_GRANT']._serialized_start=909
-  _globals['_GRANT']._serialized_end=1113
-  _globals['_FIRSTTOKEN']._serialized_start=1116
-  _globals['_FIRSTTOKEN']._serialized_end=1280
-  _globals['_ERROR']._serialized_start=1282
-  _globals['_ERROR']._serialized_end=1358
-  _globals['_LOAD']._serialized_start=1361
-  _globals['_LOAD']._serialized_end=1673
-  _globals['_LOAD_BLOCKSBYSTATEENTRY']._serialized_start=1621
-  _globals['_LOAD_BLOCKSBYSTATEENTRY']._serialized_end=1673
+  _globals['_PROMPTSCORES']._serialized_start=606
+  _globals['_PROMPTSCORES']._serialized_end=749
+  _globals['_TOPTOKENS']._serialized_start=751
+  _globals['_TOPTOKENS']._serialized_end=799
+  _globals['_HANDOFFID']._serialized_start=801
+  _globals['_HANDOFFID']._serialized_end=849
+  _globals['_WORKERIDENTITY']._serialized_start=851
+  _globals['_WORKERIDENTITY']._serialized_end=901
+  _globals['_KVSPEC']._serialized_start=904
+  _globals['_KVSPEC']._serialized_end=1052
+  _globals['_GRANT']._serialized_start=1055
+  _globals['_GRANT']._serialized_end=1259
+  _globals['_FIRSTTOKEN']._serialized_start=1262
+  _globals['_FIRSTTOKEN']._serialized_end=1426
+  _globals['_ERROR']._serialized_start=1428
+  _globals['_ERROR']._serialized_end=1504
+  _globals['_LOAD']._serialized_start=1507
+  _globals['_LOAD']._serialized_end=1819
+  _globals['_LOAD_BLOCKSBYSTATEENTRY']._serialized_start=1767
+  _globals['_LOAD_BLOCKSBYSTATEENTRY']._serialized_end=1819
 # @@protoc_insertion_point(module_scope)

@@ -69,6 +69,20 @@ class TokenSequence(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class PromptScores(_message.Message):
+    __slots__ = ("handoff_id", "position", "logprobs", "ranks", "tops")
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    TOPS_FIELD_NUMBER: _ClassVar[int]
+    handoff_id: HandoffId
+    position: int
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    tops: _containers.RepeatedCompositeFieldContainer[TopTokens]
+    def __init__(self, handoff_id: _Optional[_Union[HandoffId, _Mapping]] = ..., position: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., tops: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ...) -> None: ...
+
 class TopTokens(_message.Message):
     __slots__ = ("token_ids", "logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]

@@ -1,43 +1,36 @@
 """The terminal's clients of a running system: complete, chat and top."""
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import click
-import grpc
 import httpx
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from core.errors import TandemError, Unavailable
-from proto import client_pb2 as pb
-from proto import client_pb2_grpc
+from core.errors import TandemError
+from tandem.client import Answer, AsyncClient, Chunk, Message, Prompt, Sampling
+from tandem.client_messages import to_answer
 
 STAGES = ("queue", "prefill", "grant_wait", "transfer", "decode_queue", "first_step", "decode")
 REFRESH_S = 1.0
 
 
 async def complete(address: str, prompt: str, max_tokens: int, temperature: float, seed: int | None) -> None:
-    request = pb.GenerateRequest(text=prompt, max_tokens=max_tokens, temperature=temperature)
-    if seed is not None:
-        request.seed = seed
-    last, _ = await _show(address, request)
+    answer = await _show(address, prompt, Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed))
     click.echo("")
-    click.echo(describe_timing(last), err=True)
+    click.echo(describe_timing(answer), err=True)
 
 
 async def chat(address: str, max_tokens: int, temperature: float) -> None:
-    messages: list[pb.ChatMessage] = []
+    messages: list[Message] = []
     while text := await asyncio.to_thread(_ask):
-        messages.append(pb.ChatMessage(role="user", content=text))
-        request = pb.GenerateRequest(
-            chat=pb.Chat(messages=messages), max_tokens=max_tokens, temperature=temperature
-        )
-        _, answer = await _show(address, request)
-        messages.append(pb.ChatMessage(role="assistant", content=answer))
+        messages.append(Message("user", text))
+        answer = await _show(address, messages, Sampling(max_tokens=max_tokens, temperature=temperature))
+        messages.append(Message("assistant", answer.text))
         click.echo("")
 
 
@@ -47,28 +40,20 @@ def _ask() -> str:
     return sys.stdin.readline().strip()
 
 
-async def _show(address: str, request: pb.GenerateRequest) -> tuple[pb.GenerateChunk, str]:
-    """Print the stream as it comes; its last chunk and the whole text. Raises TandemError."""
-    text, last = "", pb.GenerateChunk()
-    async for last in _stream(address, request):
-        sys.stdout.write(last.text)
-        sys.stdout.flush()
-        text += last.text
-    return last, text
+async def _show(address: str, prompt: Prompt, sampling: Sampling) -> Answer:
+    """Print the stream as it comes. Raises TandemError."""
+    chunks: list[Chunk] = []
+    async with AsyncClient(address) as client, contextlib.aclosing(client.stream(prompt, sampling)) as stream:
+        async for chunk in stream:
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+            chunks.append(chunk)
+    return to_answer(chunks)
 
 
-async def _stream(address: str, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateChunk]:
-    async with grpc.aio.insecure_channel(address) as channel:
-        try:
-            async for chunk in client_pb2_grpc.TandemStub(channel).GenerateStream(request):
-                yield chunk
-        except grpc.aio.AioRpcError as error:
-            raise Unavailable(f"{address}: {error.code().name}: {error.details()}") from error
-
-
-def describe_timing(chunk: pb.GenerateChunk) -> str:
+def describe_timing(answer: Answer) -> str:
     """One line a stage; they add up to the total."""
-    timing, usage = chunk.timing, chunk.usage
+    timing, usage = answer.timing, answer.usage
     lines = [f"  {stage:<13}{getattr(timing, f'{stage}_s') * 1000:9.1f} ms" for stage in STAGES]
     lines.append(f"  {'total':<13}{timing.total_s * 1000:9.1f} ms")
     path = f"{timing.prefill_worker_id} -> {timing.decode_worker_id or 'nobody'}"

@@ -141,7 +141,7 @@ async def _generate(stub: Any, case: Case) -> list[int]:
         answer = await stub.Generate(request)
     except grpc.aio.AioRpcError as error:
         raise Unavailable(f"{case.name}: {error.code().name}: {error.details()}") from error
-    return list(answer.token_ids)
+    return list(answer.choices[0].token_ids)
 
 
 async def _cluster(url: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def ask_grpc(address: str) -> str:
     message = pb.ChatMessage(role="user", content=QUESTION)
     request = pb.GenerateRequest(chat=pb.Chat(messages=[message]), temperature=0, max_tokens=32)
     with grpc.insecure_channel(address) as channel:
-        return str(client_pb2_grpc.TandemStub(channel).Generate(request).text)
+        return str(client_pb2_grpc.TandemStub(channel).Generate(request).choices[0].text)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ TORCH_FREE = (
     "cluster.registry",
     "kv_transfer.connectors",
     "tandem.cli",
+    "tandem.client",
     "kernels",
 )
 

@@ -4,10 +4,10 @@ A worker advertises a host without a port, so the proxy has the worker's port on
 """
 
 import asyncio
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from core.child import free_port
 from core.worker import Role
 from tandem.testing import LocalCluster, ManagedProcess
 
@@ -20,14 +20,14 @@ class Proxy:
     def __init__(self) -> None:
         self.delay_s = 0.0
         self.is_cut = False
+        self.num_connections = 0
         self._port = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
-    async def start(self) -> None:
-        with socket.socket() as free:
-            free.bind((WORKER_HOST, 0))
-            self._port = free.getsockname()[1]
+    async def start(self, port: int = 0) -> None:
+        """In front of whoever listens, or will listen, on `port` of WORKER_HOST; 0 picks a free one."""
+        self._port = port or free_port(WORKER_HOST)
         self._server = await asyncio.start_server(self._serve, PROXY_HOST, self._port)
 
     @property
@@ -56,6 +56,7 @@ class Proxy:
             if not self.is_cut:
                 inner_reader, inner_writer = await asyncio.open_connection(WORKER_HOST, self._port)
                 ends.append(inner_writer)
+                self.num_connections += 1
                 self._writers.update(ends)
                 await asyncio.gather(self._pump(reader, inner_writer), self._pump(inner_reader, writer))
         except OSError:

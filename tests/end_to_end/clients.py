@@ -18,11 +18,12 @@ LAST_PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole stream: its tokens, text and last chunk."""
+    """A whole stream of one choice: its tokens, text, what its last chunk says of it, and usage."""
 
     token_ids: list[int]
     text: str
-    last: pb.GenerateChunk
+    last: pb.Choice
+    usage: pb.Usage
 
 
 def make_request(prompt_ids: Sequence[int], max_tokens: int = 16, **options: object) -> pb.GenerateRequest:
@@ -48,9 +49,9 @@ class Client:
         text, last = "", pb.GenerateChunk()
         request = make_request(prompt_ids, max_tokens, **options)
         async for last in self.stub.GenerateStream(request, timeout=deadline_s):
-            token_ids += last.token_ids
-            text += last.text
-        return Answer(token_ids, text, last)
+            token_ids += last.choice.token_ids
+            text += last.choice.text
+        return Answer(token_ids, text, last.choice, last.usage)
 
 
 class Load:

@@ -63,7 +63,7 @@ async def test_streams_with_a_tenth_of_a_second_each_leave_nothing_behind(cluste
 async def test_a_stream_cancelled_in_its_middle_frees_its_blocks_at_once(cluster, client, oracle):
     call = client.stub.GenerateStream(make_request(range(90), 1500, ignore_eos=True))
     for _ in range(3):
-        assert (await call.read()).token_ids
+        assert (await call.read()).choice.token_ids
     assert call.cancel()
     await cluster.wait_idle(timeout_s=3)
     await assert_well(cluster, oracle)

@@ -148,8 +148,13 @@ MISTAKES = [
     ({"model": MODEL, "prompt": "a", "stop": ["a"] * 17}, 400, "stop"),
     ({"model": MODEL, "prompt": "a", "stop_token_ids": [512]}, 400, "stop_token_ids"),
     ({"model": MODEL, "prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
-    ({"model": MODEL, "prompt": "a", "n": 2}, 400, "n"),
-    ({"model": MODEL, "prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ({"model": MODEL, "prompt": "a", "n": 0}, 400, "n"),
+    ({"model": MODEL, "prompt": "a", "n": 10**6}, 400, "n"),
+    ({"model": MODEL, "prompt": "a", "logit_bias": {"512": 1}}, 400, "logit_bias"),
+    ({"model": MODEL, "prompt": "a", "allowed_token_ids": [512]}, 400, "allowed_token_ids"),
+    ({"model": MODEL, "prompt": ["a", ""]}, 400, "prompt"),
+    ({"model": MODEL, "prompt": [[1], [512]]}, 400, "prompt"),
+    ({"model": MODEL, "prompt": "a", "allowed_token_ids": [65], "bad_words": ["A"]}, 400, "body"),
 ]
 
 

@@ -217,7 +217,7 @@ async def test_a_dead_epochs_block_rows_lead_nobody_there(cluster, connect, orac
             assert answer.last.timing.num_attempts == 1
             assert answer.last.timing.prefill_worker_id in WORKERS
             await wait_found(cluster, redis, prompt)
-        assert answer.last.usage.num_cached_tokens == 96
+        assert answer.usage.num_cached_tokens == 96
         await eventually(lambda: is_gone(redis, KEYS.workers, b"decode-9"))
         assert {w["record"]["worker_id"] for w in await cluster.workers()} == set(WORKERS)
         assert await redis.ttl(KEYS.block(chain[0])) > 0, "they would stay for ever"

@@ -99,8 +99,8 @@ async def read_on(call) -> tuple[list[int], str]:
     text = ""
     while (chunk := await call.read()) is not grpc.aio.EOF:
         assert isinstance(chunk, pb.GenerateChunk)
-        token_ids += chunk.token_ids
-        text += chunk.text
+        token_ids += chunk.choice.token_ids
+        text += chunk.choice.text
     return token_ids, text
 
 

@@ -38,7 +38,7 @@ async def test_sixteen_streams_of_mixed_length_are_right_and_leave_nothing_behin
         )
     for prompt, num_tokens, answer in zip(prompts, outputs, answers, strict=True):
         assert answer.token_ids == oracle(prompt, max_tokens=num_tokens), len(prompt)
-        assert answer.last.usage.num_completion_tokens == num_tokens
+        assert answer.usage.num_completion_tokens == num_tokens
     await cluster.wait_idle()
     workers = {answer.last.timing.decode_worker_id for answer in answers}
     assert len(workers - {""}) == sum(w["record"]["role"] == "decode" for w in await cluster.workers())

@@ -57,9 +57,11 @@ def syllables() -> TextTokenizer:
 
 
 @pytest_asyncio.fixture
-async def served(tiny_tokenizer) -> AsyncIterator[Served]:
+async def served(tiny_tokenizer, tiny_model) -> AsyncIterator[Served]:
     rig = Rig()
     await rig.connect()
-    yield Served(rig, tiny_tokenizer)
+    served = Served(rig, tiny_tokenizer, tiny_model)
+    yield served
     rig.assert_clean()
+    await served.grammars.close()
     await rig.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from core.errors import Busy, EngineFailed, InvalidRequest
+from core.errors import Busy, InvalidRequest
 from gateway.grammar import (
     MAX_FORM_CHARACTERS,
     MAX_FORM_DEPTH,
@@ -90,7 +90,7 @@ def test_whitespace_in_json_has_a_bound_that_no_schema_lifts(accepts):
     form = json_schema("json", {"type": "object", "x-guidance": {"whitespace_pattern": "[ \n]+"}})
     assert accepts(form, '{\n        "a": 1}')
     assert not accepts(form, "{" + "\n" * 3 + '"a": 1}')
-    assert not accepts(form, "{" + " " * 41 + '"a": 1}')
+    assert not accepts(form, "{" + " " * 25 + '"a": 1}')
 
 
 def test_a_regex_is_of_the_whole_output(accepts):
@@ -272,5 +272,5 @@ async def test_a_client_that_leaves_takes_no_answer_from_the_next(checker):
 async def test_a_model_without_an_end_has_no_grammars(tmp_path, tiny_model):
     (tmp_path / "tokenizer.json").write_bytes((tiny_model / "tokenizer.json").read_bytes())
     checker = GrammarChecker(tmp_path)
-    with pytest.raises(EngineFailed, match="end-of-sequence"):
+    with pytest.raises(InvalidRequest, match=r"f: .*end-of-sequence"):
         await checker.check(regex("f", "a"))

@@ -13,18 +13,22 @@ from core.errors import (
     Unavailable,
     WorkerLost,
 )
+from core.sampling import SamplingParams
+from gateway.answer import Answer
+from gateway.ask import Ask, Prompt, TextOptions
 from gateway.fleet import Fleet
 from gateway.orchestrator import MAX_ATTEMPTS
-from gateway.serving import Ask, Prompt, TextChunk, TextGeneration
+from gateway.text_generation import TextChunk
 from proto import convert
 from proto import session_pb2 as pb
 from proto import types_pb2 as types
 from tests.gateway.peers import LIMIT_S
 
-ASK = Ask("m", Prompt("prompt", text="hello"), 8, temperature=0.0)
+GREEDY = SamplingParams(1, temperature=0.0)
+ASK = Ask("m", (Prompt("prompt", text="hello"),), 8, GREEDY)
 
 
-def collect(generation: TextGeneration) -> "asyncio.Task[list[TextChunk]]":
+def collect(generation: Answer) -> "asyncio.Task[list[TextChunk]]":
     async def gather() -> list[TextChunk]:
         async with asyncio.timeout(LIMIT_S):
             return [chunk async for chunk in generation.chunks()]
@@ -45,7 +49,9 @@ async def test_chunks_are_the_text_and_the_last_has_the_reason(served):
 
 
 async def test_a_stop_string_ends_both_tiers_work_and_what_came_after_is_not_counted(served):
-    generation = await served.serving.prepare(Ask("m", Prompt("prompt", text="x"), 32, stop=("cd",)))
+    generation = await served.serving.prepare(
+        Ask("m", (Prompt("prompt", text="x"),), 32, text=TextOptions(("cd",)))
+    )
     chunks = collect(generation)
     decode = await served.to_decode("a")
     served.emit(decode, "bcdefg")
@@ -89,8 +95,8 @@ async def test_a_stream_goes_on_where_it_was_after_its_decode_worker_was_lost(se
     served.handoff_id, served.position = again.handoff_id, 3
     served.emit(second, "e", "length")
     assert "".join(part.text for part in await chunks) == "abcde"
-    assert generation.timing.num_attempts == 2
-    assert generation.timing.causes == ("worker_lost",)
+    assert generation.timing().num_attempts == 2
+    assert generation.timing().causes == ("worker_lost",)
 
 
 async def test_the_retry_budget_ends(served):
@@ -139,7 +145,7 @@ async def test_blocks_of_a_prompt_whose_decode_worker_died_are_sent_to_another(s
     served.handoff_id, served.position = again.handoff_id, 0
     served.emit(second, "bc", "length")
     assert "".join(part.text for part in await chunks) == "abc"
-    assert generation.timing.num_attempts == 2
+    assert generation.timing().num_attempts == 2
     assert served.num_resends == 1
 
 
@@ -178,7 +184,7 @@ async def test_an_error_that_no_retry_mends_ends_at_once(served):
 
 
 async def test_an_abort_by_either_id_ends_the_request(served):
-    ask = Ask("m", Prompt("prompt", text="x"), 8, client_request_id="mine")
+    ask = Ask("m", (Prompt("prompt", text="x"),), 8, client_request_id="mine")
     for by_client in (True, False):
         generation = await served.serving.prepare(ask)
         chunks = collect(generation)
@@ -194,12 +200,21 @@ async def test_an_abort_by_either_id_ends_the_request(served):
 
 
 REFUSED: dict[str, tuple[Ask, type[TandemError]]] = {
-    "a model": (Ask("other", Prompt("prompt", text="x")), ModelNotFound),
-    "no text": (Ask("m", Prompt("prompt", text="")), InvalidRequest),
-    "no ids": (Ask("m", Prompt("prompt", token_ids=())), InvalidRequest),
-    "an id beyond the workers' vocabulary": (Ask("m", Prompt("prompt", token_ids=(300,))), InvalidRequest),
-    "a stop id beyond it": (Ask("m", Prompt("prompt", text="x"), stop_token_ids=(300,)), InvalidRequest),
-    "a prompt as long as the context": (Ask("m", Prompt("prompt", token_ids=(1,) * 512)), InvalidRequest),
+    "a model": (Ask("other", (Prompt("prompt", text="x"),)), ModelNotFound),
+    "no text": (Ask("m", (Prompt("prompt", text=""),)), InvalidRequest),
+    "no ids": (
+        Ask("m", (Prompt("prompt", token_ids=()),)),
+        InvalidRequest,
+    ),
+    "an id beyond the workers' vocabulary": (
+        Ask("m", (Prompt("prompt", token_ids=(300,)),)),
+        InvalidRequest,
+    ),
+    "a stop id beyond it": (
+        Ask("m", (Prompt("prompt", text="x"),), sampling=SamplingParams(1, stop_token_ids=(300,))),
+        InvalidRequest,
+    ),
+    "a prompt as long as the context": (Ask("m", (Prompt("prompt", token_ids=(1,) * 512),)), InvalidRequest),
 }
 
 
@@ -213,8 +228,11 @@ async def test_what_depends_on_the_model_is_refused_before_any_work(served, name
 
 
 async def test_an_output_is_cut_to_the_context(served):
-    generation = await served.serving.prepare(Ask("m", Prompt("prompt", token_ids=(1,) * 500), 1000))
-    assert generation._generation.request.params.max_tokens == 12
+    answer = await served.serving.prepare(Ask("m", (Prompt("prompt", token_ids=(1,) * 500),), 1000))
+    chunks = collect(answer)
+    start = await served.start()
+    assert start.sampling.max_tokens == 12
+    chunks.cancel()
 
 
 async def test_without_a_decode_worker_the_service_is_unavailable(served):

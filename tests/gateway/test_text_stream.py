@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from gateway.ask import TextOptions
 from gateway.text_stream import TextStream
 from gateway.tokenizer import TextTokenizer
 
@@ -36,7 +37,7 @@ def pieces_of(
     tokenizer: TextTokenizer, ids: Sequence[int], stops: Sequence[str]
 ) -> tuple[list[str], TextStream]:
     """What is shown token by token until a stop, with the rest at the end."""
-    stream = TextStream(tokenizer, stops)
+    stream = TextStream(tokenizer, TextOptions(tuple(stops)))
     pieces = []
     for token_id in ids:
         pieces.append(stream.push(token_id))
@@ -58,7 +59,7 @@ def test_what_is_shown_is_the_whole_text_cut_at_the_first_complete_stop(syllable
 
 @given(ids=st.lists(st.sampled_from([*BYTES.values(), *range(256, NUM_IDS - 1)]), max_size=24), stops=STOPS)
 def test_all_is_shown_at_once_but_what_may_become_a_stop(syllables, ids, stops):
-    stream = TextStream(syllables, stops)
+    stream = TextStream(syllables, TextOptions(tuple(stops)))
     shown = ""
     for index, token_id in enumerate(ids):
         shown += stream.push(token_id)
@@ -112,7 +113,7 @@ def test_a_stop_of_one_character(tiny_tokenizer):
 
 
 def test_after_a_stop_nothing_is_shown(tiny_tokenizer):
-    stream = TextStream(tiny_tokenizer, ["."])
+    stream = TextStream(tiny_tokenizer, TextOptions((".",)))
     assert [stream.push(ord(character)) for character in "a.bc"] == ["a", "", "", ""]
     assert stream.finish() == ""
 

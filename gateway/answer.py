@@ -1,0 +1,136 @@
+"""A request's choices as one stream of chunks, with what is counted of them. Knows no protocol.
+
+leader   ──► chunks ──┐
+follower ──► chunks ──┼──► as the client takes them
+follower ──► chunks ──┘
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+
+from core.errors import ErrorCode, TandemError
+from gateway.metrics import GatewayMetrics
+from gateway.text_generation import TextChunk, TextGeneration
+from gateway.timing import Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request. Each prompt counts once, whatever the number of its choices; a final stop token counts,
+    what was made beyond a stop string does not."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+
+
+class Answer:
+    """Iterate chunks() once, or take whole(); usage and timings are complete afterwards. Choices are numbered prompt
+    by prompt; those of one prompt are adjacent."""
+
+    def __init__(
+        self,
+        choices: Sequence[TextGeneration],
+        prompt_lens: Sequence[int],
+        num_kept: int,
+        metrics: GatewayMetrics,
+    ) -> None:
+        """`choices` are as many for each prompt, of which whole() keeps the best `num_kept`."""
+        self.request_id = choices[0].request_id
+        self.prompt_lens = tuple(prompt_lens)
+        self._choices = tuple(choices)
+        self._num_kept = num_kept
+        self._metrics = metrics
+
+    async def chunks(self) -> AsyncGenerator[TextChunk, None]:
+        """Of every choice at least one; exactly its last has a finish reason. Raises the first typed error of any
+        choice, which ends all. Closing it early aborts the request."""
+        outcome = ErrorCode.CANCELLED.value
+        self._metrics.live.inc()
+        source = self._choices[0].chunks() if len(self._choices) == 1 else self._merged()
+        num_open = len(self._choices)
+        try:
+            async with contextlib.aclosing(source) as chunks:
+                async for chunk in chunks:
+                    num_open -= bool(chunk.finish_reason)
+                    if not num_open:
+                        outcome = chunk.finish_reason
+                    yield chunk
+        except TandemError as error:
+            outcome = error.code.value
+            raise
+        finally:
+            self._count(outcome)
+
+    async def whole(self) -> list[list[TextChunk]]:
+        """Each choice's chunks. Of each prompt's, those with the best mean log-probability of their tokens, numbered
+        anew."""
+        by_choice: list[list[TextChunk]] = [[] for _ in self._choices]
+        async for chunk in self.chunks():
+            by_choice[chunk.choice].append(chunk)
+        num_each = len(self._choices) // len(self.prompt_lens)
+        kept = [
+            choice
+            for first in range(0, len(self._choices), num_each)
+            for choice in self._best(range(first, first + num_each))
+        ]
+        return [[replace(chunk, choice=at) for chunk in by_choice[choice]] for at, choice in enumerate(kept)]
+
+    def _best(self, choices: range) -> list[int]:
+        if len(choices) <= self._num_kept:
+            return list(choices)
+
+        def mean(choice: int) -> float:
+            own = self._choices[choice]
+            return own.sum_logprobs / max(own.num_tokens, 1)
+
+        return sorted(choices, key=mean, reverse=True)[: self._num_kept]
+
+    async def _merged(self) -> AsyncGenerator[TextChunk, None]:
+        """Chunks as they come, at most one of each choice ahead of who takes them."""
+        sources = [choice.chunks() for choice in self._choices]
+        waiting = {asyncio.ensure_future(anext(source)): source for source in sources}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    source, chunk = waiting.pop(task), task.result()
+                    if not chunk.finish_reason:
+                        waiting[asyncio.ensure_future(anext(source))] = source
+                    yield chunk
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            for source in sources:
+                await source.aclose()
+
+    @property
+    def usage(self) -> Usage:
+        num_each = len(self._choices) // len(self.prompt_lens)
+        leaders = self._choices[::num_each]
+        return Usage(
+            sum(self.prompt_lens),
+            sum(choice.num_tokens for choice in self._choices),
+            sum(leader.num_cached_tokens for leader in leaders),
+        )
+
+    def timing(self, choice: int = 0) -> Timing:
+        return self._choices[choice].timing
+
+    def _count(self, outcome: str) -> None:
+        metrics, usage = self._metrics, self.usage
+        metrics.live.dec()
+        metrics.requests.labels(outcome=outcome).inc()
+        metrics.prompt_tokens.inc(usage.num_prompt_tokens)
+        metrics.output_tokens.inc(usage.num_completion_tokens)
+        metrics.cached_tokens.inc(usage.num_cached_tokens)
+        for choice in self._choices:
+            timing = choice.timing
+            metrics.preemptions.inc(timing.num_preemptions)
+            if timing.kv_bytes:
+                metrics.kv_bytes.labels(connector=timing.connector).inc(timing.kv_bytes)
+            if choice.num_tokens:
+                metrics.observe(timing)

@@ -1,0 +1,60 @@
+"""What a front asks for on a client's behalf: types and ranges are right, what depends on the model is unchecked."""
+
+from dataclasses import dataclass, field
+
+from core.sampling import SamplingParams
+from gateway.grammar import OutputForm
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_LEN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Exactly one of text, messages and ids. `field` is what the client called it, for errors."""
+
+    field: str
+    text: str | None = None
+    messages: tuple[dict[str, str], ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How tokens become text. `stop` strings end it, and are part of it only with `includes_stop`."""
+
+    stop: tuple[str, ...] = ()
+    includes_stop: bool = False
+    skips_special_tokens: bool = True
+
+
+PLAIN = TextOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. `max_tokens` is a ceiling, cut to what fits the context and the pools; 0 scores the prompt only,
+    None is the default. `sampling` has everything else that needs no model; its max_tokens, stop and bad-word ids,
+    the grammar of `form` and, without `seed`, its seed are filled in later. Each prompt gets the best `n` of
+    `best_of` choices."""
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    max_tokens: int | None = None
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(1))
+    seed: int | None = None
+    ignores_eos: bool = False
+    text: TextOptions = PLAIN
+    bad_words: tuple[str, ...] = ()
+    form: OutputForm | None = None
+    n: int = 1
+    best_of: int = 1
+    wants_logprobs: bool = False
+    echoes: bool = False
+    client_request_id: str = ""
+
+    @property
+    def num_choices(self) -> int:
+        """Outputs to generate in all."""
+        return len(self.prompts) * max(self.n, self.best_of)
