@@ -42,7 +42,7 @@ class QueuedReserve(NamedTuple):
     priority: int
     number: int
     until_s: float
-    command: Reserve
+    sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,8 @@ class DecodeTier:
 
     def step(self) -> bool:
         self._end_suspended()
+        for sequence, error in self.engine.scheduler.misguided:
+            self._fail(sequence, error)
         self._serve_queue()
         progress = self.engine.step()
         for item in progress:
@@ -121,8 +123,11 @@ class DecodeTier:
         elif len(self._queue) >= MAX_QUEUED_RESERVES:
             self._refuse(command.id, ErrorCode.BUSY, "the queue of reserves is full")
         else:
+            sequence.guide = self.engine.guide(command.params)
             until_s = scheduler.clock() + command.wait_s
-            insort(self._queue, QueuedReserve(command.params.priority, next(self._numbers), until_s, command))
+            insort(
+                self._queue, QueuedReserve(command.params.priority, next(self._numbers), until_s, sequence)
+            )
 
     def _prefill_locally(self, sequence: Sequence) -> None:
         """Queue a prompt to be computed in chunks between the other sequences' tokens: only a short one may."""
@@ -137,13 +142,14 @@ class DecodeTier:
         elif scheduler.num_free_places <= 0 or len(scheduler.waiting) >= MAX_QUEUED_RESERVES:
             self._refuse(sequence.id, ErrorCode.BUSY, "no place in the batch")
         else:
+            sequence.guide = self.engine.guide(sequence.params)
             self._running[sequence.id] = sequence
             scheduler.submit(sequence)
 
     def _is_known(self, handoff_id: HandoffId) -> bool:
         tables = (self._reserved, self._running, self._quarantined)
         is_held = any(handoff_id in table for table in tables)
-        return is_held or any(entry.command.id == handoff_id for entry in self._queue)
+        return is_held or any(entry.sequence.id == handoff_id for entry in self._queue)
 
     def _add_credit(self, command: Credit) -> None:
         sequence = self._running.get(command.id)
@@ -163,23 +169,22 @@ class DecodeTier:
 
     def _serve_queue(self) -> None:
         """Grant in order while there is room; refuse those that waited long enough."""
-        while self._queue and self._reserve(self._queue[0].command):
+        while self._queue and self._reserve(self._queue[0].sequence):
             del self._queue[0]
         now_s = self.engine.scheduler.clock()
         for entry in [entry for entry in self._queue if entry.until_s <= now_s]:
             self._queue.remove(entry)
-            self._refuse(entry.command.id, ErrorCode.BUSY, "no room for the prompt's blocks")
+            self._refuse(entry.sequence.id, ErrorCode.BUSY, "no room for the prompt's blocks")
 
     def _refuse(self, handoff_id: HandoffId, code: ErrorCode, message: str) -> None:
         self.events.append(WorkFailed(handoff_id, code, message))
 
-    def _reserve(self, command: Reserve) -> bool:
+    def _reserve(self, sequence: Sequence) -> bool:
         """Take a batch place and blocks for the tokens plus one, leaving a free block for each running sequence.
         Whoever was preempted comes first, unless it waits for others to end."""
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         if scheduler.num_free_places <= 0 or scheduler.next_waiting is not None:
             return False
-        sequence = self._sequence(command)
         tokens = sequence.tokens
         shared = pool.lookup(scheduler.full_chain(sequence, len(tokens)))
         num_fresh = scheduler.num_blocks_for(len(tokens) + 1) - len(shared)
@@ -194,10 +199,10 @@ class DecodeTier:
         sequence.block_ids = [*shared, *fresh]
         sequence.num_cached = len(shared) * scheduler.limits.block_size
         scheduler.num_reserved_places += 1
-        self._reserved[command.id] = Reservation(sequence, fresh[:num_in_flight])
+        self._reserved[sequence.id] = Reservation(sequence, fresh[:num_in_flight])
         self.events.append(
             Reserved(
-                command.id,
+                sequence.id,
                 fresh[:num_in_flight],
                 len(tokens),
                 sequence.num_cached,
@@ -261,7 +266,7 @@ class DecodeTier:
             self._end(sequence)
 
     def _abort(self, handoff_id: HandoffId, is_quiet: bool) -> None:
-        self._queue = [entry for entry in self._queue if entry.command.id != handoff_id]
+        self._queue = [entry for entry in self._queue if entry.sequence.id != handoff_id]
         reservation = self._reserved.pop(handoff_id, None)
         if reservation is not None:
             self._drop_reservation(reservation, is_quiet)

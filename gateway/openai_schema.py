@@ -16,12 +16,6 @@ MAX_PROMPT_IDS = 1 << 20
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
     "tools": (None, []),
     "use_beam_search": (None, False),

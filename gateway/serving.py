@@ -18,6 +18,7 @@ from gateway.answer import Answer
 from gateway.ask import Ask, Prompt
 from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest
+from gateway.grammar_checker import GrammarChecker
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Generation, Orchestrator
 from gateway.text_generation import TextGeneration
@@ -37,6 +38,7 @@ class Serving:
         fleet: Fleet,
         orchestrator: Orchestrator,
         metrics: GatewayMetrics,
+        grammars: GrammarChecker,
         timeout_s: float,
     ) -> None:
         self.model_id = model_id
@@ -45,6 +47,7 @@ class Serving:
         self.orchestrator = orchestrator
         self.metrics = metrics
         self.grpc_address = ""
+        self._grammars = grammars
         self._timeout_s = timeout_s
 
     def check_model(self, model: str) -> None:
@@ -179,14 +182,17 @@ class Serving:
         return ids
 
     async def _sampling(self, ask: Ask) -> SamplingParams:
-        """Raises InvalidRequest naming the field with an id outside the vocabulary."""
+        """Raises InvalidRequest naming the field with an id outside the vocabulary, or a form that has no grammar.
+        Where the form is complete the output ends, and the model says so with an end-of-sequence id."""
         given = ask.sampling
         self._check_vocabulary("stop_token_ids", given.stop_token_ids)
         self._check_vocabulary("allowed_token_ids", given.allowed_token_ids)
         self._check_vocabulary("logit_bias", [token_id for token_id, _ in given.logit_bias])
-        ends = () if ask.ignores_eos else self.tokenizer.eos_token_ids
+        grammar = await self._grammars.check(ask.form) if ask.form is not None else ""
+        ends = () if ask.ignores_eos and not grammar else self.tokenizer.eos_token_ids
         return replace(
             given,
+            grammar=grammar,
             seed=secrets.randbits(64) if ask.seed is None else ask.seed & 0xFFFFFFFFFFFFFFFF,
             stop_token_ids=tuple(dict.fromkeys((*given.stop_token_ids, *ends))),
             bad_words=await asyncio.to_thread(self.tokenizer.spellings, ask.bad_words)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from core.errors import InvalidRequest, ModelLoadError
-from gateway.tokenizer_files import TokenizerFiles
+from tokenizer.files import TokenizerFiles
 
 # Stand-ins for control tokens spelled in client text while a template is rendered: private-use characters.
 _MARK, _END = "\ue000", "\ue001"

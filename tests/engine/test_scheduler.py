@@ -1,6 +1,7 @@
 """Batching, chunks, prefix hits and preemption: whatever happens, a sequence gets the tokens that it gets alone."""
 
 import itertools
+import threading
 from collections.abc import Sequence as Seq
 
 import pytest
@@ -8,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.clock import VirtualClock
+from core.errors import InvalidRequest
 from core.ids import HandoffId, RequestId
 from core.sampling import SamplingParams
 from engine.block_pool import BlockPool, BlockState
 from engine.engine import Engine
+from engine.guided import GuideFactory
 from engine.hash_runner import HashRunner, expected_outputs
 from engine.scheduler import MAX_PREEMPTIONS, MAX_SCORED, Progress, Sampled, Scheduler, SchedulerLimits, Work
 from engine.sequence import FinishReason, Sequence
@@ -563,3 +566,27 @@ def test_whatever_arrives_leaves_or_stalls_each_gets_its_own_tokens(actions, num
         assert made == (whole[: len(made)] if sequence.id in crowd.aborted else whole)
         assert (sequence.id in crowd.rig.finished) != (sequence.id in crowd.aborted)
         assert sequence.num_forced <= MAX_PREEMPTIONS
+
+
+def test_one_whose_grammar_still_compiles_is_passed_over_and_one_that_has_none_is_named(tiny_model):
+    factory = GuideFactory(tiny_model, 512)
+    may_compile = threading.Event()
+    factory._thread.submit(may_compile.wait)  # what the thread has to do before
+    rig = Rig()
+    guided, wrong, plain = make_sequence([1, 2]), make_sequence([3, 4]), make_sequence([5, 6])
+    guided.guide, wrong.guide = factory.guide('start: "a"'), factory.guide("start: /[/")
+    rig.submit(guided, wrong, plain)
+    rig.run()
+    assert set(rig.finished) == {plain.id}
+    assert rig.scheduler.misguided == []
+    may_compile.set()
+    assert guided.guide is not None and wrong.guide is not None
+    guided.guide.wait()
+    wrong.guide.wait()
+    ((named, error),) = rig.scheduler.misguided
+    assert named is wrong and isinstance(error, InvalidRequest)
+    rig.scheduler.finish(wrong)
+    rig.run()
+    assert set(rig.finished) == {plain.id, guided.id}
+    rig.assert_idle()
+    factory.close()
