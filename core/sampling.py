@@ -1,6 +1,6 @@
 """What decides the next token. The same parameters, tokens, seed and position give the same token anywhere."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 MAX_LOGPROBS = 20
 Top = tuple[tuple[int, float], ...]
@@ -27,6 +27,7 @@ class SamplingParams:
 
     max_tokens: int
     temperature: float = 1.0
+    _: KW_ONLY
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0

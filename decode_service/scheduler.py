@@ -5,8 +5,10 @@ that hold nothing, and quarantine for blocks that a writer may still touch. No t
                   └───────────────┴───────── AbortWork ────────────────┴────► released | quarantined
 """
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
 
 from core.errors import DeadlineExceeded, EngineFailed, ErrorCode, TandemError
 from core.ids import BlockHash, BlockId, HandoffId
@@ -34,6 +36,15 @@ MAX_LOCAL_TOKENS = 1024
 SUSPEND_LIMIT_S = 60.0
 
 
+class QueuedReserve(NamedTuple):
+    """A reserve that waits for room, until then: in order of priority, then of arrival."""
+
+    priority: int
+    number: int
+    until_s: float
+    sequence: Sequence
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """A sequence whose `in_flight` blocks are being received; its other blocks are cached ones it shares and the
@@ -51,7 +62,8 @@ class DecodeTier:
         self.engine = engine
         self.events: list[AnyEvent] = []
         self._fingerprint = fingerprint
-        self._queue: deque[tuple[float, Reserve]] = deque()
+        self._queue: list[QueuedReserve] = []
+        self._numbers = count()
         self._reserved: dict[HandoffId, Reservation] = {}
         self._running: dict[HandoffId, Sequence] = {}
         self._quarantined: dict[HandoffId, list[BlockId]] = {}
@@ -80,6 +92,8 @@ class DecodeTier:
 
     def step(self) -> bool:
         self._end_suspended()
+        for sequence, error in self.engine.scheduler.misguided:
+            self._fail(sequence, error)
         self._serve_queue()
         progress = self.engine.step()
         for item in progress:
@@ -109,7 +123,11 @@ class DecodeTier:
         elif len(self._queue) >= MAX_QUEUED_RESERVES:
             self._refuse(command.id, ErrorCode.BUSY, "the queue of reserves is full")
         else:
-            self._queue.append((scheduler.clock() + command.wait_s, command))
+            sequence.guide = self.engine.guide(command.params)
+            until_s = scheduler.clock() + command.wait_s
+            insort(
+                self._queue, QueuedReserve(command.params.priority, next(self._numbers), until_s, sequence)
+            )
 
     def _prefill_locally(self, sequence: Sequence) -> None:
         """Queue a prompt to be computed in chunks between the other sequences' tokens: only a short one may."""
@@ -124,13 +142,14 @@ class DecodeTier:
         elif scheduler.num_free_places <= 0 or len(scheduler.waiting) >= MAX_QUEUED_RESERVES:
             self._refuse(sequence.id, ErrorCode.BUSY, "no place in the batch")
         else:
+            sequence.guide = self.engine.guide(sequence.params)
             self._running[sequence.id] = sequence
             scheduler.submit(sequence)
 
     def _is_known(self, handoff_id: HandoffId) -> bool:
         tables = (self._reserved, self._running, self._quarantined)
         is_held = any(handoff_id in table for table in tables)
-        return is_held or any(command.id == handoff_id for _, command in self._queue)
+        return is_held or any(entry.sequence.id == handoff_id for entry in self._queue)
 
     def _add_credit(self, command: Credit) -> None:
         sequence = self._running.get(command.id)
@@ -149,24 +168,23 @@ class DecodeTier:
             self._fail(self._running[handoff_id], DeadlineExceeded(message))
 
     def _serve_queue(self) -> None:
-        """Grant in order of arrival while there is room; refuse those that waited long enough."""
-        while self._queue and self._reserve(self._queue[0][1]):
-            self._queue.popleft()
+        """Grant in order while there is room; refuse those that waited long enough."""
+        while self._queue and self._reserve(self._queue[0].sequence):
+            del self._queue[0]
         now_s = self.engine.scheduler.clock()
-        for entry in [entry for entry in self._queue if entry[0] <= now_s]:
+        for entry in [entry for entry in self._queue if entry.until_s <= now_s]:
             self._queue.remove(entry)
-            self._refuse(entry[1].id, ErrorCode.BUSY, "no room for the prompt's blocks")
+            self._refuse(entry.sequence.id, ErrorCode.BUSY, "no room for the prompt's blocks")
 
     def _refuse(self, handoff_id: HandoffId, code: ErrorCode, message: str) -> None:
         self.events.append(WorkFailed(handoff_id, code, message))
 
-    def _reserve(self, command: Reserve) -> bool:
+    def _reserve(self, sequence: Sequence) -> bool:
         """Take a batch place and blocks for the tokens plus one, leaving a free block for each running sequence.
         Whoever was preempted comes first, unless it waits for others to end."""
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         if scheduler.num_free_places <= 0 or scheduler.next_waiting is not None:
             return False
-        sequence = self._sequence(command)
         tokens = sequence.tokens
         shared = pool.lookup(scheduler.full_chain(sequence, len(tokens)))
         num_fresh = scheduler.num_blocks_for(len(tokens) + 1) - len(shared)
@@ -181,10 +199,10 @@ class DecodeTier:
         sequence.block_ids = [*shared, *fresh]
         sequence.num_cached = len(shared) * scheduler.limits.block_size
         scheduler.num_reserved_places += 1
-        self._reserved[command.id] = Reservation(sequence, fresh[:num_in_flight])
+        self._reserved[sequence.id] = Reservation(sequence, fresh[:num_in_flight])
         self.events.append(
             Reserved(
-                command.id,
+                sequence.id,
                 fresh[:num_in_flight],
                 len(tokens),
                 sequence.num_cached,
@@ -248,7 +266,7 @@ class DecodeTier:
             self._end(sequence)
 
     def _abort(self, handoff_id: HandoffId, is_quiet: bool) -> None:
-        self._queue = deque(entry for entry in self._queue if entry[1].id != handoff_id)
+        self._queue = [entry for entry in self._queue if entry.sequence.id != handoff_id]
         reservation = self._reserved.pop(handoff_id, None)
         if reservation is not None:
             self._drop_reservation(reservation, is_quiet)

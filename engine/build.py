@@ -12,6 +12,7 @@ from engine.block_pool import BlockPool
 from engine.config import EngineConfig, WeightForm
 from engine.engine import Engine, Runner
 from engine.engine_geometry import EngineGeometry
+from engine.guided import GuideFactory
 from engine.host_mirror import HostMirror, PublishingRunner
 from engine.kv_pool import KVPool
 from engine.model import LlamaModel
@@ -42,16 +43,23 @@ def build_engine(
         geometry.path, geometry.model, config.dtype, config.device, on_progress, keeps_quantized
     )
     scheduler = build_scheduler(config, geometry)
+    guides = GuideFactory(geometry.path, geometry.model.vocab_size)
     if is_on_cpu:
         pool = KVPool.over(region, geometry.kv_spec)
-        return Engine(scheduler, ModelRunner(model, pool, config.block_size, config.device))
+        return Engine(scheduler, ModelRunner(model, pool, config.block_size, config.device), guides=guides)
     pool = KVPool.allocate(geometry.kv_spec, geometry.num_blocks, config.device)
     runner = ModelRunner(model, pool, config.block_size, config.device)
-    return mirrored_engine(scheduler, runner, HostMirror(pool, region), is_sender)
+    return mirrored_engine(scheduler, runner, HostMirror(pool, region), is_sender, guides)
 
 
-def mirrored_engine(scheduler: Scheduler, runner: Runner, mirror: HostMirror, is_sender: bool) -> Engine:
+def mirrored_engine(
+    scheduler: Scheduler,
+    runner: Runner,
+    mirror: HostMirror,
+    is_sender: bool,
+    guides: GuideFactory | None = None,
+) -> Engine:
     """An engine whose pool is not the region but mirrored there."""
     if is_sender:
         runner = PublishingRunner(runner, mirror, scheduler.limits.block_size)
-    return Engine(scheduler, runner, mirror.take_in)
+    return Engine(scheduler, runner, mirror.take_in, guides)

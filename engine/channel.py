@@ -6,6 +6,8 @@ Both ends belong to one worker and one user; still, nothing received can execute
 """
 
 import asyncio
+import contextlib
+import os
 import select
 import socket
 import struct
@@ -24,22 +26,31 @@ def _frame(message: object) -> bytes:
 
 
 class EngineChannel:
-    """The engine's end: blocking, one thread."""
+    """The engine's end: blocking, one thread, but for wake()."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._decoder = msgspec.msgpack.Decoder(Commands)
         self._buffer = bytearray()
+        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def wake(self) -> None:
+        """From any thread: the receive() that waits, or the next one, returns at once."""
+        os.eventfd_write(self._wakes, 1)
 
     def send(self, message: Upward) -> None:
         """Raises ConnectionError when the service is gone."""
         self._connection.sendall(_frame(message))
 
     def receive(self, timeout_s: float | None) -> list[Commands] | None:
-        """Every message that is there, waiting up to `timeout_s` (None: for ever) for the first one. None when the
-        service closed its end. Raises msgspec.MsgspecError for what is no message: the two ends do not match."""
-        ready, _, _ = select.select([self._connection], [], [], timeout_s)
-        if ready:
+        """Every message that is there, waiting up to `timeout_s` (None: for ever) for the first one or wake(). None
+        when the service closed its end. Raises msgspec.MsgspecError for what is no message: the two ends do
+        not match."""
+        connection = self._connection.fileno()
+        ready, _, _ = select.select([connection, self._wakes], [], [], timeout_s)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakes)
+        if connection in ready:
             data = self._read()
             if not data:
                 return None

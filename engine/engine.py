@@ -6,6 +6,8 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from core.ids import BlockId, HandoffId
+from core.sampling import SamplingParams
+from engine.guided import Guide, GuideFactory
 from engine.scheduler import Progress, Sampled, Scheduler, Work
 
 
@@ -23,17 +25,20 @@ RATE_DECAY = 0.95
 class Engine:
     """step() is the whole story: schedule, forward and sample, commit. `on_scheduled` is called between the first
     two; `work` is the latest schedule, also while and after it is computed by a step that raised. `take_in` readies
-    blocks that a connector has written: the runner may read them afterwards."""
+    blocks that a connector has written: the runner may read them afterwards. `guides` are for requests with a
+    grammar; an engine without takes none."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
         take_in: Callable[[Seq[BlockId]], None] = lambda block_ids: None,
+        guides: GuideFactory | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.take_in = take_in
+        self.guides = guides
         self.step_s = 0.0
         self._recent_tokens = 0.0
         self._recent_s = 0.0
@@ -51,6 +56,11 @@ class Engine:
         progress = self.scheduler.commit(self.work, sampled)
         self._note_step(self.scheduler.clock() - started_s, sum(item.num_tokens for item in self.work))
         return progress
+
+    def guide(self, params: SamplingParams) -> Guide | None:
+        """What a sequence of these parameters has to follow, from now on being compiled."""
+        assert self.guides is not None or not params.grammar, "an engine without guides got a grammar"
+        return self.guides.guide(params.grammar) if self.guides is not None else None
 
     @property
     def tokens_per_s(self) -> float:

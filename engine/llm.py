@@ -42,8 +42,8 @@ class LLM:
         self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams]
     ) -> list[Completion]:
         """Complete every prompt (token ids), batched, in the order given. The model's end-of-sequence ids are not
-        added: put them into stop_token_ids. Raises InvalidRequest for a prompt that can never run, EngineFailed for
-        logits that are not finite; the engine can be used again afterwards."""
+        added: put them into stop_token_ids. Raises InvalidRequest for a prompt that can never run or a
+        grammar that is none, EngineFailed for logits that are not finite; the engine can be used again afterwards."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         sequences = [self._sequence(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
         drawn: dict[HandoffId, list[Sampled]] = {sequence.id: [] for sequence in sequences}
@@ -71,6 +71,8 @@ class LLM:
 
     def close(self) -> None:
         """The engine is unusable afterwards."""
+        if self.engine.guides is not None:
+            self.engine.guides.close()
         del self.engine
         self._region.close()
 
@@ -84,7 +86,14 @@ class LLM:
         self._num_requests += 1
         handoff_id = HandoffId(RequestId(str(self._num_requests)), 1)
         bounded = replace(params, max_tokens=min(params.max_tokens, room))
-        return Sequence(handoff_id, list(prompt), len(prompt), bounded, self.geometry.model.fingerprint)
+        guide = self.engine.guide(params)
+        if guide is not None:
+            guide.wait()
+            if guide.error is not None:
+                raise guide.error
+        return Sequence(
+            handoff_id, list(prompt), len(prompt), bounded, self.geometry.model.fingerprint, guide=guide
+        )
 
     def _take(
         self,

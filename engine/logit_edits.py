@@ -12,6 +12,8 @@ from engine.logit_rules import Entries, LogitEdits
 def apply_edits(logits: Tensor, edits: LogitEdits) -> None:
     """logits [R, V] float32, changed in place. The order is vLLM's: what may be drawn at all, bias, penalties, and
     min_p relative to the peak that then is."""
+    if len(edits.masked):
+        _mask(logits, edits)
     _allow(logits, edits)
     if len(edits.banned):
         logits[_index(edits.banned, logits)] = -torch.inf
@@ -23,6 +25,13 @@ def apply_edits(logits: Tensor, edits: LogitEdits) -> None:
     if bool((edits.log_min_ps > -torch.inf).any()):
         floors = logits.amax(-1, keepdim=True) + bounds[:, None]
         logits.masked_fill_(logits < floors, -torch.inf)
+
+
+def _mask(logits: Tensor, edits: LogitEdits) -> None:
+    rows, masks = _on(edits.masked, logits), _on(edits.masks, logits)
+    bits = masks[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    is_banned = bits.flatten(1)[:, : logits.shape[1]] == 0
+    logits[rows] = logits[rows].masked_fill(is_banned, -torch.inf)
 
 
 def _allow(logits: Tensor, edits: LogitEdits) -> None:

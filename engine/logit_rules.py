@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from core.sampling import SamplingParams
+from engine.guided import Guide
+from tokenizer.grammar import Mask
 
 Ids = npt.NDArray[np.int64]
 
@@ -54,8 +56,9 @@ class TokenCounts:
 class LogitRules:
     """Of one sequence whose params.changes_logits. `tokens` may only grow from call to call."""
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, guide: Guide | None = None) -> None:
         self.params = params
+        self.guide = guide
         self.allowed = np.unique(np.array(params.allowed_token_ids, np.int64))
         self.bias_ids = np.array([token for token, _ in params.logit_bias], np.int64)
         self.biases = np.array([bias for _, bias in params.logit_bias], np.float32)
@@ -72,15 +75,21 @@ class LogitRules:
         self._num_seen = len(tokens)
         return self._counts
 
+    def mask(self, tokens: Seq[int], num_prompt_tokens: int) -> Mask | None:
+        """What the grammar lets follow, if there is one; valid until the next call."""
+        return None if self.guide is None else self.guide.mask(tokens[num_prompt_tokens:])
+
     def banned(self, tokens: Seq[int], num_prompt_tokens: int) -> Ids:
-        """What must not follow: the end of a bad word, and a stop token before there are min_tokens."""
+        """What must not follow: the end of a bad word, and a stop token before there are min_tokens, unless by the
+        grammar nothing else may follow."""
         num_outputs = len(tokens) - num_prompt_tokens
         ends = [
             word[-1]
             for word in self.params.bad_words
             if len(word) <= num_outputs + 1 and tuple(tokens[len(tokens) - len(word) + 1 :]) == word[:-1]
         ]
-        if num_outputs < self.params.min_tokens:
+        is_complete = self.guide is not None and self.guide.is_complete
+        if num_outputs < self.params.min_tokens and not is_complete:
             return np.concatenate((np.array(ends, np.int64), self._stop_ids))
         return np.array(ends, np.int64)
 
@@ -118,6 +127,8 @@ class RuledRow(NamedTuple):
 class LogitEdits:
     """What changes in the logits of R rows, in the order in which it is applied."""
 
+    masked: Ids  # [G]: the rows that follow a grammar
+    masks: npt.NDArray[np.uint8]  # [G, ceil(V / 8) or more]: bit t % 8 of byte t // 8: token t may be drawn
     allowed: dict[int, Ids]  # row -> the only tokens that may be drawn
     banned: Entries
     biased: Entries
@@ -132,12 +143,18 @@ class LogitEdits:
     @classmethod
     def build(cls, rows: Seq[RuledRow]) -> "LogitEdits":
         params = [row.rules.params for row in rows]
+        masks = [
+            row.rules.mask(row.tokens, row.num_prompt_tokens) for row in rows
+        ]  # first: others look at the guide
         counts = [
             row.rules.counts(row.tokens, row.num_prompt_tokens) if own.has_penalties else None
             for row, own in zip(rows, params, strict=True)
         ]
         counted = Entries.join([_NO_IDS if own is None else own.ids for own in counts])
+        given = [mask.view(np.uint8) for mask in masks if mask is not None]
         return cls(
+            masked=np.array([index for index, mask in enumerate(masks) if mask is not None], np.int64),
+            masks=np.stack(given) if given else np.empty((0, 0), np.uint8),
             allowed={index: row.rules.allowed for index, row in enumerate(rows) if len(row.rules.allowed)},
             banned=Entries.join([row.banned for row in rows]),
             biased=Entries.join([row.rules.bias_ids for row in rows]),

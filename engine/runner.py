@@ -48,6 +48,7 @@ class ModelRunner:
                 bool(is_valid[row]),
                 drawn.tops.get(row, ()),
                 bool(drawn.is_possible[row]),
+                sequence.guide.error if sequence.guide is not None and not is_valid[row] else None,
             )
             for row, sequence in enumerate(sampling)
         }
@@ -57,7 +58,7 @@ def _row(sequence: Sequence) -> SamplingRow:
     ruled = None
     if sequence.params.changes_logits:
         if sequence.rules is None:
-            sequence.rules = LogitRules(sequence.params)
+            sequence.rules = LogitRules(sequence.params, sequence.guide)
         ruled = RuledRow(sequence.rules, sequence.tokens, sequence.num_prompt_tokens)
     return SamplingRow(sequence.params, sequence.seed, sequence.num_outputs, ruled)
 

@@ -91,10 +91,13 @@ class Sampled(NamedTuple):
     is_valid: bool
     top: Top = ()
     is_possible: bool = True
+    guide_error: TandemError | None = None
 
     @property
     def error(self) -> TandemError:
         """What an invalid one means."""
+        if self.guide_error is not None:
+            return self.guide_error
         if self.is_possible:
             return EngineFailed("the model produced logits that are not finite")
         return InvalidRequest("body", "the request's own limits leave no token to draw")
@@ -109,8 +112,8 @@ class Progress(NamedTuple):
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, a prefix cache and preemption by recompute. `waiting` and `running`
-    are in order of arrival."""
+    """Continuous batching with chunked prefill, a prefix cache and preemption by recompute. `running` is in order of
+    arrival, `waiting` in order of priority and then of arrival."""
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool, clock: Clock) -> None:
         self.limits = limits
@@ -123,7 +126,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return any(sequence.credit > 0 for sequence in (*self.waiting, *self.running))
+        return any(sequence.is_able for sequence in (*self.waiting, *self.running))
 
     @property
     def num_queued_tokens(self) -> int:
@@ -139,7 +142,7 @@ class Scheduler:
     def next_waiting(self) -> Sequence | None:
         """Who is admitted next, before anybody behind it. One that waits for its claim lets others by."""
         is_passing = False
-        for sequence in (sequence for sequence in self.waiting if sequence.credit > 0):
+        for sequence in (sequence for sequence in self.waiting if sequence.is_able):
             holders = self._shielded(sequence)
             if sequence not in holders:
                 return sequence
@@ -147,6 +150,12 @@ class Scheduler:
                 return sequence
             is_passing = True
         return None
+
+    @property
+    def misguided(self) -> list[tuple[Sequence, TandemError]]:
+        """Those that cannot go on by their grammar, and why. The caller ends them."""
+        guided = [(s, s.guide.error) for s in (*self.waiting, *self.running) if s.guide is not None]
+        return [(sequence, error) for sequence, error in guided if error is not None]
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_size)
@@ -163,7 +172,7 @@ class Scheduler:
         as well: it would wait for ever (the caller has refused it otherwise)."""
         assert 0 < self.num_blocks_for(len(sequence.tokens)) <= self.pool.num_blocks, len(sequence.tokens)
         self._arrive(sequence)
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=_turn)
 
     def resume(self, sequence: Sequence) -> None:
         """Run a sequence whose blocks the caller owns and whose KV is there (a sealed handoff)."""
@@ -172,12 +181,12 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """The next step: sequences that decode first, the oldest before others, then chunks of those that do not yet,
-        then new ones (they are the last entries, with num_computed equal to num_cached). A sequence without credit is
+        then new ones (they are the last entries, with num_computed equal to num_cached). One that is not able is
         passed over, and one that must wait for a block."""
         budget = self.limits.token_budget
         work: list[Work] = []
         for sequence in list(self.running):
-            if sequence.num_to_compute == 1 and sequence.credit > 0 and budget and self._make_room(sequence):
+            if sequence.num_to_compute == 1 and sequence.is_able and budget and self._make_room(sequence):
                 work.append(Work(sequence, 1))
                 budget -= 1
         room = StepRoom(budget)
@@ -329,7 +338,12 @@ class Scheduler:
         sequence.num_preemptions += 1
         sequence.num_forced += sequence.credit > 0
         sequence.waits_since_s = self.clock()
-        insort(self.waiting, sequence, key=_arrival)
+        insort(self.waiting, sequence, key=_turn)
+
+
+def _turn(sequence: Sequence) -> tuple[int, int]:
+    """The order of those that wait. Priority decides who is admitted, age who is preempted."""
+    return sequence.params.priority, sequence.arrival
 
 
 def _arrival(sequence: Sequence) -> int:

@@ -11,6 +11,7 @@ from core.block_hash import HASH_BLOCK_TOKENS, hash_block
 from core.ids import BlockHash, BlockId, HandoffId
 from core.sampling import SamplingParams
 from core.scores import PromptScore
+from engine.guided import Guide
 from engine.logit_rules import LogitRules
 
 
@@ -24,8 +25,8 @@ class Sequence:
     """Mutable, owned by one scheduler. `credit` is how many tokens may still be made before
     the reader must ask for more; `queue_s` is how long it last waited for a step. `arrival` numbers the sequences of
     a scheduler; `num_forced` counts those preemptions that a lack of credit does not explain. `rules` are the
-    runner's, made when they are first needed; `scores` are of its prompt's tokens, from the runner to whoever reports
-    them."""
+    runner's, made when they are first needed; `guide` is there when params.grammar is. `scores` are of its prompt's
+    tokens, from the runner to whoever reports them."""
 
     id: HandoffId
     tokens: list[int]
@@ -43,6 +44,7 @@ class Sequence:
     waits_since_s: float | None = None
     queue_s: float = 0.0
     rules: LogitRules | None = None
+    guide: Guide | None = None
     scores: list[PromptScore] = field(default_factory=list)
     _chain: list[BlockHash] = field(default_factory=list)
 
@@ -53,6 +55,11 @@ class Sequence:
     @property
     def num_to_compute(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    @property
+    def is_able(self) -> bool:
+        """Whether a step may make a token of it: its reader takes one, and its grammar is compiled."""
+        return self.credit > 0 and (self.guide is None or self.guide.is_ready)
 
     @property
     def is_scored(self) -> bool:

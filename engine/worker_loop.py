@@ -150,4 +150,8 @@ def _load(
     def on_progress(done_bytes: int, total_bytes: int) -> None:
         channel.send(Loading(done_bytes, total_bytes))
 
-    return build_engine(config, geometry, region, on_progress, is_sender), geometry
+    engine = build_engine(config, geometry, region, on_progress, is_sender)
+    if engine.guides is not None:
+        engine.guides.prepare()
+        engine.guides.on_ready = channel.wake
+    return engine, geometry

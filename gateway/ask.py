@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from core.sampling import SamplingParams
 from gateway.chat import Chat
+from gateway.grammar import OutputForm
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -37,8 +38,9 @@ PLAIN = TextOptions()
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request. `max_tokens` is a ceiling, cut to what fits the context and the pools; 0 scores the prompt only,
-    None is the default. `sampling` has everything else that needs no model; its max_tokens, stop and bad-word ids
-    and, without `seed`, its seed are filled in later. Each prompt gets the best `n` of `best_of` choices."""
+    None is the default. `sampling` has everything else that needs no model; its max_tokens, stop and bad-word ids,
+    the grammar of `form` and, without `seed`, its seed are filled in later. Each prompt gets the best `n` of
+    `best_of` choices."""
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -48,6 +50,7 @@ class Ask:
     ignores_eos: bool = False
     text: TextOptions = PLAIN
     bad_words: tuple[str, ...] = ()
+    form: OutputForm | None = None
     n: int = 1
     best_of: int = 1
     wants_logprobs: bool = False

@@ -2,6 +2,8 @@
 
 from typing import Annotated, Any
 
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 from pydantic import Field
 from pydantic_core import from_json
 
@@ -63,20 +65,20 @@ def to_ask(request: pb.GenerateRequest, model_id: str, is_stream: bool) -> Ask:
     )
 
 
-def _set_fields(request: pb.GenerateRequest) -> dict[str, Any]:
-    """What the client has set; plain lists and dictionaries."""
+def _set_fields(message: Message) -> dict[str, Any]:
+    """What the client has set, but for the input; plain lists and dictionaries."""
     return {
-        field.name: (
-            dict(value)
-            if field.message_type is not None and field.message_type.GetOptions().map_entry
-            else list(value)
-            if field.is_repeated
-            else value
-        )
-        for field, value in request.ListFields()
+        field.name: _plain(field, value)
+        for field, value in message.ListFields()
         if (field.containing_oneof is None or field.containing_oneof.name != "input")
         and field.name not in _OF_CHATS
     }
+
+
+def _plain(field: FieldDescriptor, value: Any) -> Any:
+    if field.message_type is not None:
+        return dict(value) if field.message_type.GetOptions().map_entry else _set_fields(value)
+    return list(value) if field.is_repeated else value
 
 
 def _prompt(request: pb.GenerateRequest) -> Prompt:

@@ -23,12 +23,13 @@ from gateway import grpc_server
 from gateway.admission import Admission
 from gateway.config import GatewayConfig
 from gateway.fleet import Fleet
+from gateway.grammar_checker import GrammarChecker
 from gateway.http_server import HttpFront
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Orchestrator
 from gateway.serving import Serving
 from gateway.tokenizer import TextTokenizer
-from gateway.tokenizer_files import load_tokenizer_files
+from tokenizer.files import load_tokenizer_files
 
 logger = logging.getLogger(__name__)
 STOP_S = 20
@@ -37,7 +38,8 @@ STOP_S = 20
 async def serve(config: GatewayConfig) -> int:
     """Until SIGTERM or SIGINT; the exit status. Raises ModelLoadError and OSError for a wrong configuration."""
     listener = listen(config.http, config.stall_limit_s)
-    tokenizer = TextTokenizer(await asyncio.to_thread(load_tokenizer_files, resolve_model(config.model)))
+    model = resolve_model(config.model)
+    tokenizer = TextTokenizer(await asyncio.to_thread(load_tokenizer_files, model))
     store = Store(config.redis_url, config.cluster)
     index = BlockIndex(store)
     model_id = config.model_id or public_name(config.model)
@@ -45,7 +47,8 @@ async def serve(config: GatewayConfig) -> int:
     metrics = GatewayMetrics(lambda: [worker for role in Role for worker in fleet.candidates(role)])
     rows = HandoffRows(store)
     orchestrator = Orchestrator(fleet, index, rows, metrics, Admission(config.max_queue_s))
-    serving = Serving(model_id, tokenizer, fleet, orchestrator, metrics, config.request_timeout_s)
+    grammars = GrammarChecker(model)
+    serving = Serving(model_id, tokenizer, fleet, orchestrator, metrics, grammars, config.request_timeout_s)
     loops = {"discovery": fleet.run, "handoff rows": rows.run}
     background = [asyncio.create_task(keep_running(name, loop)) for name, loop in loops.items()]
     try:
@@ -54,6 +57,7 @@ async def serve(config: GatewayConfig) -> int:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
+        await grammars.close()
         await store.close()
     return 0
 

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from core.errors import InvalidRequest
 from gateway.chat import FUNCTION_NAME, MAX_FUNCTIONS, Chat, Function, Message, ToolCall, Tools
+from gateway.grammar import check_size
 from gateway.sampling_fields import Body
 
 MAX_MESSAGES = 4096
@@ -145,6 +146,10 @@ class ChatFields(Body):
                 "continue_final_message",
                 "add_generation_prompt and continue_final_message exclude each other",
             )
+        check_size(
+            "tools", [function.parameters for function in tools.functions] if tools is not None else []
+        )
+        check_size("chat_template_kwargs", self.chat_template_kwargs)
         last = messages[-1]
         if continues and (last.content is None or last.tool_calls):
             raise InvalidRequest("continue_final_message", "the last message has no text to be continued")

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from core.errors import InvalidRequest
 from core.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.ask import MAX_CHOICES, MAX_STOP_LEN, MAX_STOP_STRINGS, Ask, Prompt, TextOptions
+from gateway.grammar import GUIDED, OutputForm, only_form, response_format, structured_outputs
 
 MAX_TOKENS = 2**31 - 1
 MAX_BIASED = 1024
@@ -48,6 +49,12 @@ class SamplingFields(Body):
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -99,6 +106,7 @@ class SamplingFields(Body):
                 ),
             ),
             bad_words=tuple(self.bad_words or ()),
+            form=self._form(),
             n=self.n or 1,
             best_of=best_of or self.n or 1,
             wants_logprobs=num_logprobs is not None,
@@ -107,6 +115,16 @@ class SamplingFields(Body):
         )
         _check_together(ask, is_stream)
         return ask
+
+    def _form(self) -> OutputForm | None:
+        """The one form that the output must take, if any. Raises InvalidRequest."""
+        older = {name: getattr(self, name) for name in GUIDED}
+        forms = [
+            response_format(self.response_format),
+            structured_outputs("structured_outputs", self.structured_outputs),
+            *(GUIDED[name](name, value) for name, value in older.items() if value is not None),
+        ]
+        return only_form([form for form in forms if form is not None])
 
     def _sampling(self, num_logprobs: int, num_prompt_logprobs: int | None) -> SamplingParams:
         """All but what depends on the model, the prompt and the seed."""

@@ -19,12 +19,15 @@ from gateway.ask import Ask, Prompt
 from gateway.chat import Chat
 from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest
+from gateway.grammar import OutputForm
+from gateway.grammar_checker import GrammarChecker
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Generation, Orchestrator
 from gateway.text_generation import TextGeneration
 from gateway.text_stream import TextStream
 from gateway.tokenizer import TextTokenizer
 from gateway.tool_calls import ToolCallParser
+from gateway.tool_grammar import tool_form
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -39,6 +42,7 @@ class Serving:
         fleet: Fleet,
         orchestrator: Orchestrator,
         metrics: GatewayMetrics,
+        grammars: GrammarChecker,
         timeout_s: float,
     ) -> None:
         self.model_id = model_id
@@ -47,6 +51,7 @@ class Serving:
         self.orchestrator = orchestrator
         self.metrics = metrics
         self.grpc_address = ""
+        self._grammars = grammars
         self._timeout_s = timeout_s
 
     def check_model(self, model: str) -> None:
@@ -187,20 +192,31 @@ class Serving:
         return ids
 
     async def _sampling(self, ask: Ask) -> SamplingParams:
-        """Raises InvalidRequest naming the field with an id outside the vocabulary."""
+        """Raises InvalidRequest naming the field with an id outside the vocabulary, or a form that has no grammar.
+        Where the form is complete the output ends, and the model says so with an end-of-sequence id."""
         given = ask.sampling
         self._check_vocabulary("stop_token_ids", given.stop_token_ids)
         self._check_vocabulary("allowed_token_ids", given.allowed_token_ids)
         self._check_vocabulary("logit_bias", [token_id for token_id, _ in given.logit_bias])
-        ends = () if ask.ignores_eos else self.tokenizer.eos_token_ids
+        form = self._form(ask)
+        grammar = await self._grammars.check(form) if form is not None else ""
+        ends = () if ask.ignores_eos and not grammar else self.tokenizer.eos_token_ids
         return replace(
             given,
+            grammar=grammar,
             seed=secrets.randbits(64) if ask.seed is None else ask.seed & 0xFFFFFFFFFFFFFFFF,
             stop_token_ids=tuple(dict.fromkeys((*given.stop_token_ids, *ends))),
             bad_words=await asyncio.to_thread(self.tokenizer.spellings, ask.bad_words)
             if ask.bad_words
             else (),
         )
+
+    def _form(self, ask: Ask) -> OutputForm | None:
+        """With functions to call: of calls too. Raises InvalidRequest."""
+        chat = ask.prompts[0].chat if ask.prompts else None
+        if chat is None or chat.tools is None:
+            return ask.form
+        return tool_form(self.tokenizer.tool_format, chat.tools, ask.form, self.tokenizer.added_tokens)
 
     def _check_vocabulary(self, field: str, token_ids: Iterable[int]) -> None:
         limit = self.vocab_size

@@ -12,8 +12,8 @@ from tokenizers.decoders import DecodeStream
 from core.errors import InvalidRequest
 from gateway.chat import Chat
 from gateway.chat_template import ChatTemplate, template_messages, template_tools
-from gateway.tokenizer_files import TokenizerFiles
 from gateway.tool_format import HERMES, ToolFormat
+from tokenizer.files import TokenizerFiles
 
 # Stand-ins for control tokens spelled in client text while a template is rendered: private-use characters.
 _MARK, _END = "\ue000", "\ue001"
@@ -38,9 +38,9 @@ class TextTokenizer:
         self._plain.encode_special_tokens = True
         added = files.tokenizer.get_added_tokens_decoder()
         self._control_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._added = frozenset(token.content for token in added.values())
+        self.added_tokens = frozenset(token.content for token in added.values())
         special = {token.content for token in added.values() if token.special and token.content}
-        markup = {text for text in self._added if _MARKUP.fullmatch(text)}
+        markup = {text for text in self.added_tokens if _MARKUP.fullmatch(text)}
         self._controls = [*sorted(special | markup, key=len, reverse=True), *_MARKS]
         self._control = _any_of(self._controls)
         self._special = _any_of([text for text in self._controls if text in special or text in _MARKS])
@@ -101,7 +101,7 @@ class TextTokenizer:
         token = self._trusted.id_to_token(token_id)
         if token is None:
             return b""
-        if token in self._added or not self._is_byte_level:
+        if token in self.added_tokens or not self._is_byte_level:
             return _sentencepiece_bytes(token)
         return bytes(_BYTES[character] for character in token if character in _BYTES)
 

@@ -75,6 +75,8 @@ class PrefillTier:
 
     def step(self) -> bool:
         self._hold_back()
+        for sequence, error in self.engine.scheduler.misguided:
+            self._fail(sequence, error)
         progress = self.engine.step()
         for item in progress:
             self._report(item)
@@ -114,6 +116,7 @@ class PrefillTier:
             message = f"{len(tokens)} tokens do not fit the prefill worker"
             self.events.append(WorkFailed(command.id, ErrorCode.INVALID, message))
             return
+        sequence.guide = self.engine.guide(command.params)
         self._sequences[command.id] = sequence
         scheduler.submit(sequence)
 

@@ -28,6 +28,7 @@ from tandem.client_messages import (
     Model,
     Prompt,
     Sampling,
+    StructuredOutputs,
     TokenLogprob,
     Usage,
     make_request,
@@ -47,6 +48,7 @@ __all__ = [
     "Model",
     "Prompt",
     "Sampling",
+    "StructuredOutputs",
     "TokenLogprob",
     "Usage",
 ]

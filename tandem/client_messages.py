@@ -39,6 +39,18 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """What an output must look like, exactly one of: a JSON value of a schema (its text), a match of a regular
+    expression, one of some texts, a text of a grammar (Lark or EBNF), any JSON object."""
+
+    json: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How to generate. What is None is left to the server; names and meanings are those of GenerateRequest."""
 
@@ -65,6 +77,7 @@ class Sampling:
     prompt_logprobs: int | None = None
     echo: bool | None = None
     priority: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +174,8 @@ def make_request(prompt: Prompt, sampling: Sampling, client_request_id: str) -> 
     for name, value in (*given.items(), _prompt(prompt)):
         if value is None:
             continue
+        if isinstance(value, StructuredOutputs):
+            value = {key: part for key, part in asdict(value).items() if part is not None}
         try:
             request.MergeFrom(pb.GenerateRequest(**{name: value}))
         except (TypeError, ValueError) as error:

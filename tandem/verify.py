@@ -21,11 +21,11 @@ from core.kv_spec import DType
 from core.model_path import public_name, resolve_model
 from engine.config import EngineConfig
 from gateway.tokenizer import TextTokenizer
-from gateway.tokenizer_files import load_tokenizer_files
 from proto import client_pb2 as pb
 from proto import client_pb2_grpc
 from tandem.served import served
 from tandem.verify_prompts import Case, few, make_cases
+from tokenizer.files import load_tokenizer_files
 
 NUM_AT_ONCE = 4
 

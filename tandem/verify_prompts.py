@@ -68,7 +68,12 @@ def make_cases(tokenizer: TextTokenizer) -> list[Case]:
 
 def _seeded(case: Case, seed: int) -> Case:
     params = SamplingParams(
-        NUM_OUTPUTS, SEEDED_TEMPERATURE, 0.95, 50, seed, stop_token_ids=case.params.stop_token_ids
+        NUM_OUTPUTS,
+        SEEDED_TEMPERATURE,
+        top_p=0.95,
+        top_k=50,
+        seed=seed,
+        stop_token_ids=case.params.stop_token_ids,
     )
     return Case(f"{case.name}, seed {seed}", case.prompt_ids, params)
 

@@ -20,16 +20,18 @@ PACKAGES = {
     "prefill_service",
     "proto",
     "tandem",
+    "tokenizer",
 }
-SERVICE = {"core", "engine", "kv_transfer", "proto", "cluster"}
+SERVICE = {"core", "engine", "kv_transfer", "proto", "cluster", "tokenizer"}
 MAY_IMPORT = {
     "core": {"core"},
     "proto": {"core", "proto"},
     "kernels": {"core", "kernels"},
-    "engine": {"core", "engine", "kernels"},
+    "tokenizer": {"core", "tokenizer"},
+    "engine": {"core", "engine", "kernels", "tokenizer"},
     "kv_transfer": {"core", "kernels", "kv_transfer"},
     "cluster": {"core", "cluster"},
-    "gateway": {"core", "cluster", "gateway", "proto"},
+    "gateway": {"core", "cluster", "gateway", "proto", "tokenizer"},
     "prefill_service": SERVICE | {"prefill_service"},
     "decode_service": SERVICE | {"decode_service"},
     "tandem": PACKAGES,
@@ -41,6 +43,7 @@ NEVER = {
     "engine": {"grpc", "redis"},
     "cluster": {"torch", "transformers"},
     "gateway": {"torch", "transformers"},
+    "tokenizer": {"torch", "transformers", "grpc", "redis"},
 }
 TORCH_FREE = (
     "engine.scheduler",

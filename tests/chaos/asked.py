@@ -10,7 +10,7 @@ from core.sampling import SamplingParams
 from engine.llm import LLM
 from engine.model_config import load_model_config
 from gateway.tokenizer import TextTokenizer
-from gateway.tokenizer_files import load_tokenizer_files
+from tokenizer.files import load_tokenizer_files
 
 HANG_S = 70.0
 JUDGED_AT_ONCE = 20

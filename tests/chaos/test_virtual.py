@@ -210,7 +210,8 @@ def test_blocks_in_disorder_cost_at_most_another_attempt(faults: Faults, most_at
         async with VirtualCluster(1, num_prefill=1, num_decode=1, faults={"prefill-0": faults}) as cluster:
             for number in range(6):
                 prompt, params = [number] * (10 + 25 * number), SamplingParams(8, 0.0)
-                generation = cluster.orchestrator.begin(GenerationRequest(tuple(prompt), params, (), 60.0))
+                request = GenerationRequest(tuple(prompt), params, (), 60.0)
+                (generation,) = cluster.orchestrator.begin([request])
                 tokens = [token.token_id async for token in generation.tokens()]
                 assert tokens == expected_tokens(prompt, params)
                 assert generation.report.num_attempts <= most_attempts

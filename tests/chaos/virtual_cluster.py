@@ -244,7 +244,7 @@ class VirtualCluster:
     ) -> list[int]:
         """The tokens of one request. Raises the typed error that ended it."""
         request = GenerationRequest(tuple(prompt_ids), params, (), deadline_s)
-        tokens = self.orchestrator.begin(request).tokens()
+        tokens = self.orchestrator.begin([request])[0].tokens()
         try:
             return [token.token_id async for token in tokens]
         finally:

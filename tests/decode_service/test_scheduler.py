@@ -112,6 +112,18 @@ def test_a_reserve_that_waited_long_enough_is_refused():
     assert rig.tier.num_waiting == 0
 
 
+def test_reserves_of_lower_priority_are_granted_first():
+    rig = Rig(num_blocks=8)
+    rig.reserve(reserve(1, range(100)))
+    waiting = [reserve(number, range(90), wait_s=30.0, priority=p) for number, p in ((2, 0), (3, -1), (4, 0))]
+    rig.do(*waiting)
+    granted = []
+    for number in (1, 3, 2):
+        events = rig.do(AbortWork(id_of(number))) + rig.step()
+        granted += [event.id for event in events if isinstance(event, Reserved)]
+    assert granted == [id_of(3), id_of(2), id_of(4)]
+
+
 def test_the_queue_is_bounded():
     rig = Rig(num_blocks=8)
     rig.reserve(reserve(1, range(100)))

@@ -127,9 +127,10 @@ async def test_scaled_services_answer_grpc_clients_and_hand_over_by_tcp(composed
     request = pb.GenerateRequest(token_ids=prompt, max_tokens=8, temperature=0, ignore_eos=True)
     async with grpc.aio.insecure_channel(composed.grpc) as channel:
         answer = await client_pb2_grpc.TandemStub(channel).Generate(request)
-    assert len(answer.token_ids) == 8
-    assert answer.timing.connector == "tcp"
-    assert answer.timing.kv_bytes > 0
+    (choice,) = answer.choices
+    assert len(choice.token_ids) == 8
+    assert choice.timing.connector == "tcp"
+    assert choice.timing.kv_bytes > 0
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -15,11 +15,11 @@ from core.sampling import SamplingParams
 from gateway.ask import TextOptions
 from gateway.text_stream import TextStream
 from gateway.tokenizer import TextTokenizer
-from gateway.tokenizer_files import load_tokenizer_files
 from proto import client_pb2 as pb
 from proto import convert
 from tandem.testing import LocalCluster
 from tests.end_to_end.clients import Client
+from tokenizer.files import load_tokenizer_files
 
 EOS = 258
 VOCAB = 512

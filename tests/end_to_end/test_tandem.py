@@ -102,8 +102,8 @@ async def test_a_repeated_prompt_is_found_in_both_caches_and_gives_the_same_toke
         await asyncio.sleep(0.5)  # the index is published in batches
         warm = await client.generate(prompt, 12)
     assert cold.token_ids == warm.token_ids == oracle(prompt, max_tokens=12)
-    assert cold.last.usage.num_cached_tokens == 0
-    assert warm.last.usage.num_cached_tokens == 5 * BLOCK
+    assert cold.usage.num_cached_tokens == 0
+    assert warm.usage.num_cached_tokens == 5 * BLOCK
     assert warm.last.timing.decode_worker_id == cold.last.timing.decode_worker_id
     assert warm.last.timing.kv_bytes == 0
 

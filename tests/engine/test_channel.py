@@ -74,6 +74,16 @@ def test_messages_that_came_together_or_in_pieces_are_taken_whole_and_in_order(p
     assert channel.receive(1.0) == messages[2:]
 
 
+def test_another_thread_wakes_the_one_that_waits(pair):
+    channel = EngineChannel(pair[1])
+    waking = threading.Timer(0.05, channel.wake)
+    waking.start()
+    assert channel.receive(None) == [], "returned, and without a message"
+    waking.join()
+    channel.wake()
+    assert channel.receive(None) == [], "also when it was woken before"
+
+
 def test_the_end_of_the_service_is_told_from_silence(pair):
     service, engine = pair
     channel = EngineChannel(engine)

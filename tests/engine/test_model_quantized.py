@@ -13,8 +13,8 @@ from engine.kv_pool import KVPool
 from engine.model import LlamaModel
 from engine.model_config import kv_spec, load_model_config
 from gateway.tokenizer import TextTokenizer
-from gateway.tokenizer_files import load_tokenizer_files
 from tests.engine.text import TEXT
+from tokenizer.files import load_tokenizer_files
 
 BLOCK_SIZE = 16
 

@@ -1,6 +1,7 @@
 """Batching, chunks, prefix hits and preemption: whatever happens, a sequence gets the tokens that it gets alone."""
 
 import itertools
+import threading
 from collections.abc import Sequence as Seq
 
 import pytest
@@ -8,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.clock import VirtualClock
+from core.errors import InvalidRequest
 from core.ids import HandoffId, RequestId
 from core.sampling import SamplingParams
 from engine.block_pool import BlockPool, BlockState
 from engine.engine import Engine
+from engine.guided import GuideFactory
 from engine.hash_runner import HashRunner, expected_outputs
-from engine.scheduler import MAX_PREEMPTIONS, Progress, Sampled, Scheduler, SchedulerLimits, Work
+from engine.scheduler import MAX_PREEMPTIONS, MAX_SCORED, Progress, Sampled, Scheduler, SchedulerLimits, Work
 from engine.sequence import FinishReason, Sequence
 
 BLOCK = 16
@@ -62,8 +65,10 @@ class Rig:
         held = [block for sequence in scheduler.running for block in sequence.block_ids]
         assert len(set(held)) == self.pool.counts[BlockState.OWNED]
         assert all(not sequence.block_ids and not sequence.num_computed for sequence in scheduler.waiting)
+        turns = [(s.params.priority, s.arrival) for s in scheduler.waiting]
+        assert turns == sorted(turns)
+        assert [s.arrival for s in scheduler.running] == sorted(s.arrival for s in scheduler.running)
         for sequences in (scheduler.waiting, scheduler.running):
-            assert [s.arrival for s in sequences] == sorted(s.arrival for s in sequences)
             assert all(s.num_forced <= min(s.num_preemptions, MAX_PREEMPTIONS) for s in sequences)
 
     def run(self, max_steps: int = 2000) -> None:
@@ -129,6 +134,32 @@ def test_sequences_wait_for_a_place_in_the_batch_in_order_of_arrival():
     assert rig.scheduler.running == sequences[:2]
     rig.run()
     assert list(rig.finished) == [sequence.id for sequence in sequences]
+
+
+def test_lower_priorities_are_admitted_first_and_equal_ones_in_order_of_arrival():
+    rig = Rig(max_batch=1)
+    sequences = [
+        make_sequence([number], priority=priority) for number, priority in enumerate([0, 5, -1, 5, 0])
+    ]
+    rig.submit(*sequences)
+    rig.run()
+    assert list(rig.finished) == [sequences[at].id for at in (2, 0, 4, 1, 3)]
+
+
+def test_scored_prompts_take_a_bounded_part_of_a_step_and_compute_what_is_cached():
+    rig = Rig(token_budget=300, num_blocks=128)
+    prompt = [number % 50 for number in range(MAX_SCORED + 70)]
+    rig.submit(make_sequence(prompt))
+    rig.run()
+    scored = [make_sequence(prompt, num_prompt_logprobs=1) for _ in range(2)]
+    plain = make_sequence([9] * 40)
+    rig.submit(scored[0], plain, scored[1])
+    rig.step()
+    assert work_of(rig) == [(scored[0].id, MAX_SCORED), (plain.id, 40)]
+    rig.step()
+    assert work_of(rig) == [(plain.id, 1), (scored[0].id, 70), (scored[1].id, MAX_SCORED - 70)]
+    rig.run()
+    assert [outputs(sequence) for sequence in scored] == [alone(make_sequence(prompt))] * 2
 
 
 def test_queue_time_is_that_until_the_first_step():
@@ -535,3 +566,27 @@ def test_whatever_arrives_leaves_or_stalls_each_gets_its_own_tokens(actions, num
         assert made == (whole[: len(made)] if sequence.id in crowd.aborted else whole)
         assert (sequence.id in crowd.rig.finished) != (sequence.id in crowd.aborted)
         assert sequence.num_forced <= MAX_PREEMPTIONS
+
+
+def test_one_whose_grammar_still_compiles_is_passed_over_and_one_that_has_none_is_named(tiny_model):
+    factory = GuideFactory(tiny_model, 512)
+    may_compile = threading.Event()
+    factory._thread.submit(may_compile.wait)  # what the thread has to do before
+    rig = Rig()
+    guided, wrong, plain = make_sequence([1, 2]), make_sequence([3, 4]), make_sequence([5, 6])
+    guided.guide, wrong.guide = factory.guide('start: "a"'), factory.guide("start: /[/")
+    rig.submit(guided, wrong, plain)
+    rig.run()
+    assert set(rig.finished) == {plain.id}
+    assert rig.scheduler.misguided == []
+    may_compile.set()
+    assert guided.guide is not None and wrong.guide is not None
+    guided.guide.wait()
+    wrong.guide.wait()
+    ((named, error),) = rig.scheduler.misguided
+    assert named is wrong and isinstance(error, InvalidRequest)
+    rig.scheduler.finish(wrong)
+    rig.run()
+    assert set(rig.finished) == {plain.id, guided.id}
+    rig.assert_idle()
+    factory.close()

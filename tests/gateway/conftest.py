@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from core.errors import ModelLoadError
 from core.model_path import resolve_model
 from gateway.tokenizer import TextTokenizer
-from gateway.tokenizer_files import TokenizerFiles, load_tokenizer_files
 from tests.gateway.peers import Rig
 from tests.gateway.served import Served
+from tokenizer.files import TokenizerFiles, load_tokenizer_files
 
 
 @pytest.fixture(scope="session")
@@ -57,9 +57,11 @@ def syllables() -> TextTokenizer:
 
 
 @pytest_asyncio.fixture
-async def served(tiny_tokenizer) -> AsyncIterator[Served]:
+async def served(tiny_tokenizer, tiny_model) -> AsyncIterator[Served]:
     rig = Rig()
     await rig.connect()
-    yield Served(rig, tiny_tokenizer)
+    served = Served(rig, tiny_tokenizer, tiny_model)
+    yield served
     rig.assert_clean()
+    await served.grammars.close()
     await rig.close()

@@ -1,10 +1,12 @@
 """A front over the rig, with the worker's events for one handoff at a time."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from cluster.block_index import BlockIndex
 from cluster.store import Store
+from gateway.grammar_checker import GrammarChecker
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Orchestrator
 from gateway.serving import Serving
@@ -17,12 +19,13 @@ from tests.gateway.peers import Rig, Worker
 class Served:
     """A front's view of the rig, with the worker's events for one handoff at a time."""
 
-    def __init__(self, rig: Rig, tokenizer: Any) -> None:
+    def __init__(self, rig: Rig, tokenizer: Any, model: Path) -> None:
         self.rig = rig
         self.metrics = GatewayMetrics(list)
         index = BlockIndex(Store("redis://127.0.0.1:1"))
         orchestrator = Orchestrator(rig.fleet, index, rig.rows, self.metrics)
-        self.serving = Serving("m", tokenizer, rig.fleet, orchestrator, self.metrics, 60.0)
+        self.grammars = GrammarChecker(model)
+        self.serving = Serving("m", tokenizer, rig.fleet, orchestrator, self.metrics, self.grammars, 60.0)
 
     def outcomes(self) -> dict[str, float]:
         samples = self.metrics.requests.collect()[0].samples

@@ -14,11 +14,11 @@ from gateway.ask import TextOptions
 from gateway.chat import Chat, Function, Message, ToolCall
 from gateway.text_stream import TextStream
 from gateway.tokenizer import TextTokenizer
-from gateway.tokenizer_files import TokenizerFiles
 from gateway.tool_format import HERMES, LLAMA
 from tests.gateway.chats import LLAMA as LLAMA_TEMPLATE
 from tests.gateway.chats import QWEN, WEATHER, chat, tools
 from tests.gateway.conftest import byte_symbols
+from tokenizer.files import TokenizerFiles
 
 QWEN_TOKENS = [
     "<|im_start|>",

@@ -89,8 +89,12 @@ REFUSED = [
     ("allowed_token_ids", [[], [-1], ["1"], 5]),
     ("bad_words", [[""], "x", ["x"] * 129, [5]]),
     ("priority", [2**31, 1.5, "0"]),
-    ("response_format", [{"type": "json_object"}]),
-    ("guided_json", [{}]),
+    ("response_format", [{}, {"type": "xml"}, {"type": "json_schema"}, "json_object", []]),
+    ("structured_outputs", [{}, {"json": {}, "regex": "a"}, {"whitespace_pattern": " "}, "json"]),
+    ("guided_json", ["{", 5, []]),
+    ("guided_regex", ["", 5]),
+    ("guided_choice", [[], "a", [1]]),
+    ("guided_grammar", ["", {}]),
     ("suffix", ["!"]),
 ]
 

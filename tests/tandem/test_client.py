@@ -21,7 +21,7 @@ from core.errors import (
 )
 from proto import client_pb2 as pb
 from proto import client_pb2_grpc, convert
-from tandem.client import AsyncClient, Chunk, Client, Message, Model, Sampling
+from tandem.client import AsyncClient, Chunk, Client, Message, Model, Sampling, StructuredOutputs
 from tandem.client_messages import make_request
 from tandem.client_stream import MAX_PAUSE_S, ResumedStream
 
@@ -258,9 +258,11 @@ def test_every_field_of_sampling_is_sent_and_none_that_was_not_given():
     values = {"stop": ("a", "b"), "bad_words": ("x",), "logit_bias": {4: 1.5}}
     ids = {"stop_token_ids": (1, 2), "allowed_token_ids": (3,)}
     flags = dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "echo"), True)
-    given = {**values, **ids, **flags}
+    form = {"structured_outputs": StructuredOutputs(choice=("yes", "no"))}
+    given = {**values, **ids, **flags, **form}
     sampling = Sampling(**{name: given.get(name, 1) for name in Sampling.__dataclass_fields__})
     request = make_request([1, 2, 3], sampling, "mine")
+    assert list(request.structured_outputs.choice) == ["yes", "no"]
     names = {descriptor.name for descriptor, _ in request.ListFields()}
     assert names == {*Sampling.__dataclass_fields__, "token_ids", "client_request_id", "resumable"}
     assert make_request("", Sampling(temperature=0), "").HasField("temperature")
