@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,8 +16,11 @@ from starlette.routing import Route
 from core.errors import Busy, EngineFailed, InvalidRequest, TandemError, Unavailable
 from gateway.answer import Answer
 from gateway.chat_objects import ChatShape
+from gateway.event_streams import StreamWishes, choice_events, response_events
 from gateway.openai_objects import CompletionShape, Envelope, Shape, error_object, http_status
 from gateway.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from gateway.responses_objects import ResponseWriter
+from gateway.responses_schema import UNSUPPORTED, ResponsesBody
 from gateway.serving import Serving
 from gateway.static_page import page_routes
 from gateway.text_generation import TextChunk
@@ -42,6 +45,7 @@ class HttpFront:
                 Route("/v1/models/{model:path}", self.model),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/responses", self.responses, methods=["POST"]),
                 Route("/v1/tokenize", self.tokenize, methods=["POST"]),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/v1/detokenize", self.detokenize, methods=["POST"]),
@@ -61,6 +65,22 @@ class HttpFront:
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, ChatBody, ChatShape)
+
+    async def responses(self, request: Request) -> Response:
+        body: ResponsesBody = parse_body(await self._read(request), ResponsesBody, UNSUPPORTED)
+        ask = body.ask(_request_id(request))
+        answer = await self._serving.prepare(ask)
+        writer = ResponseWriter(answer, body, self._serving.model_id)
+        headers = {REQUEST_ID_HEADER: ask.client_request_id or answer.request_id}
+        wants_timing = TIMING_HEADER in request.headers
+        if body.stream:
+            events = partial(response_events, writer=writer, wants_timing=wants_timing)
+            return await _stream(request, answer, headers, events)
+        (only_choice,) = await _unless_gone(request, answer.whole())
+        whole = writer.whole(only_choice)
+        if wants_timing:
+            whole["timing"] = writer.timing()
+        return JSONResponse(whole, headers=headers)
 
     async def tokenize(self, request: Request) -> Response:
         body: TokenizeBody = parse_body(await self._read(request), TokenizeBody)
@@ -147,7 +167,8 @@ class HttpFront:
         wants_timing = TIMING_HEADER in request.headers
         if body.stream:
             wishes = StreamWishes(body.wants_usage, body.wants_running_usage, wants_timing)
-            return await _stream(request, answer, ask.num_choices, envelope, wishes, headers)
+            events = partial(choice_events, num_choices=ask.num_choices, envelope=envelope, wishes=wishes)
+            return await _stream(request, answer, headers, events)
         whole = envelope.whole(await _unless_gone(request, answer.whole()))
         if wants_timing:
             whole["timing"] = envelope.timing()
@@ -187,78 +208,15 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class StreamWishes(NamedTuple):
-    """What a stream tells beside its text: usage at the end, usage all the time, timing with each choice's end."""
-
-    usage: bool
-    running_usage: bool
-    timing: bool
+Events = Callable[[TextChunk, AsyncGenerator[TextChunk, None]], AsyncIterator[bytes]]
 
 
-async def _stream(
-    request: Request,
-    answer: Answer,
-    num_choices: int,
-    envelope: Envelope,
-    wishes: StreamWishes,
-    headers: dict[str, str],
-) -> Response:
+async def _stream(request: Request, answer: Answer, headers: dict[str, str], make_events: Events) -> Response:
     """The status is decided by the first chunk: until there is one an error is a proper error answer."""
     chunks = answer.chunks()
     first = await _unless_gone(request, anext(chunks))
-    body = _events(first, chunks, num_choices, envelope, wishes)
     headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(body, media_type="text/event-stream", headers=headers)
-
-
-async def _events(
-    first: TextChunk,
-    rest: AsyncGenerator[TextChunk, None],
-    num_choices: int,
-    envelope: Envelope,
-    wishes: StreamWishes,
-) -> AsyncIterator[bytes]:
-    """Server-sent events. An error after the headers is an error event and the end, never a finish."""
-
-    def usage() -> dict[str, Any]:
-        if wishes.running_usage:
-            return envelope.usage()
-        return {"usage": None} if wishes.usage else {}
-
-    try:
-        for choice in range(num_choices):
-            if (opening := envelope.shape.opening(choice)) is not None:
-                yield _event(envelope.chunk(opening, usage()))
-        async for chunk in _with_first(first, rest):
-            for choice_part in envelope.shape.parts(chunk):
-                part = envelope.chunk(choice_part, usage())
-                if choice_part["finish_reason"] and wishes.timing:
-                    part["timing"] = envelope.timing(chunk.choice)
-                yield _event(part)
-        if wishes.usage:
-            yield _event(envelope.chunk(None, envelope.usage()))
-        yield b"data: [DONE]\n\n"
-    except TandemError as error:
-        yield _event(error_object(error))
-    finally:
-        await _close(rest)
-
-
-async def _with_first(
-    first: TextChunk, rest: AsyncGenerator[TextChunk, None]
-) -> AsyncGenerator[TextChunk, None]:
-    yield first
-    async for chunk in rest:
-        yield chunk
-
-
-async def _close(chunks: Any) -> None:
-    """Abort what is left of a generation, also when this task is being cancelled."""
-    await chunks.aclose()
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return StreamingResponse(make_events(first, chunks), media_type="text/event-stream", headers=headers)
 
 
 def _request_id(request: Request) -> str:

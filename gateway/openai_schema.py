@@ -1,6 +1,7 @@
 """The bodies that OpenAI clients send, with every field's type and range. Unknown fields are ignored, as OpenAI does;
 known ones that are not supported yet are refused by name unless they ask for what happens anyway."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
@@ -146,20 +147,23 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_PROMPT_IDS)]
 
 
-def parse_body(raw: bytes, kind: type[Body]) -> Any:
-    """The body as `kind`. Raises InvalidRequest naming the first field at fault."""
+def parse_body(
+    raw: bytes, kind: type[Body], unsupported: Mapping[str, tuple[Any, ...]] = _UNSUPPORTED
+) -> Any:
+    """The body as `kind`; fields of `unsupported` may have the values that it lists. Raises InvalidRequest naming the
+    first field at fault."""
     try:
         data = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest("body", f"the body is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequest("body", "the body is not a JSON object")
-    _refuse_unsupported(data)
+    _refuse(data, unsupported)
     return validated(kind, data)
 
 
-def _refuse_unsupported(data: dict[str, Any]) -> None:
-    for name, harmless in _UNSUPPORTED.items():
+def _refuse(data: dict[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, harmless in unsupported.items():
         if name in data and not any(_is_same(data[name], value) for value in harmless):
             raise InvalidRequest(name, f"{name} is not supported yet")
 

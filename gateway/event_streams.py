@@ -1,0 +1,89 @@
+"""Streamed answers as server-sent events. Closing a stream aborts what is left of its request, also when its task is
+being cancelled."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, NamedTuple
+
+from core.errors import TandemError
+from gateway.openai_objects import Envelope, error_object
+from gateway.responses_objects import ResponseWriter
+from gateway.text_generation import TextChunk
+
+
+class StreamWishes(NamedTuple):
+    """What a stream tells beside its text: usage at the end, usage all the time, timing with each choice's end."""
+
+    usage: bool
+    running_usage: bool
+    timing: bool
+
+
+async def choice_events(
+    first: TextChunk,
+    rest: AsyncGenerator[TextChunk, None],
+    num_choices: int,
+    envelope: Envelope,
+    wishes: StreamWishes,
+) -> AsyncIterator[bytes]:
+    """Completions and chats. An error after the headers is an error event and the end, never a finish."""
+
+    def usage() -> dict[str, Any]:
+        if wishes.running_usage:
+            return envelope.usage()
+        return {"usage": None} if wishes.usage else {}
+
+    try:
+        for choice in range(num_choices):
+            if (opening := envelope.shape.opening(choice)) is not None:
+                yield _event(envelope.chunk(opening, usage()))
+        async for chunk in _with_first(first, rest):
+            for choice_part in envelope.shape.parts(chunk):
+                part = envelope.chunk(choice_part, usage())
+                if choice_part["finish_reason"] and wishes.timing:
+                    part["timing"] = envelope.timing(chunk.choice)
+                yield _event(part)
+        if wishes.usage:
+            yield _event(envelope.chunk(None, envelope.usage()))
+        yield b"data: [DONE]\n\n"
+    except TandemError as error:
+        yield _event(error_object(error))
+    finally:
+        await rest.aclose()
+
+
+async def response_events(
+    first: TextChunk, rest: AsyncGenerator[TextChunk, None], writer: ResponseWriter, wants_timing: bool
+) -> AsyncIterator[bytes]:
+    """A response. An error after the headers is its failure."""
+    try:
+        for event in writer.opening():
+            yield _named_event(event)
+        async for chunk in _with_first(first, rest):
+            for event in writer.events(chunk):
+                yield _named_event(event)
+        for event in writer.closing():
+            if wants_timing:
+                event["response"]["timing"] = writer.timing()
+            yield _named_event(event)
+    except TandemError as error:
+        for event in writer.failing(error):
+            yield _named_event(event)
+    finally:
+        await rest.aclose()
+
+
+async def _with_first(
+    first: TextChunk, rest: AsyncGenerator[TextChunk, None]
+) -> AsyncGenerator[TextChunk, None]:
+    yield first
+    async for chunk in rest:
+        yield chunk
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _named_event(data: dict[str, Any]) -> bytes:
+    return f"event: {data['type']}\n".encode() + _event(data)
