@@ -137,9 +137,9 @@ def _read_call(text: str) -> tuple[str | None, str | None]:
 
 
 def _arguments_text(arguments: Any) -> str | None:
-    if isinstance(arguments, str):
-        try:
-            return arguments if isinstance(json.loads(arguments), dict) else None
-        except (ValueError, RecursionError):
-            return None
-    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else None
+    try:
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        text.encode()  # half a surrogate pair, escaped, is JSON and no text
+        return text if isinstance(json.loads(text), dict) else None
+    except (ValueError, RecursionError):
+        return None

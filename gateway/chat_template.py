@@ -69,9 +69,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. A template that knows of no tools, or has a form for their calls that nothing here can
         read, gets them spelled out. Raises InvalidRequest when the template refuses the messages."""
-        if not self._takes_tools:
-            messages, tools = spelled_out(messages, tools), ()
         try:
+            if not self._takes_tools:
+                messages, tools = spelled_out(messages, tools), ()
             return self._template.render(
                 **values,
                 **self._tokens,
@@ -127,6 +127,9 @@ def _template_message(message: Message) -> Json:
 def _arguments(text: str) -> Any:
     try:
         arguments = json.loads(text or "{}")
+        json.dumps(
+            arguments, ensure_ascii=False
+        ).encode()  # half a surrogate pair, escaped, is JSON and no text
     except (ValueError, RecursionError):
         return text
     return arguments if isinstance(arguments, dict) else text

@@ -74,14 +74,16 @@ class TextTokenizer:
         fixed = next((name for name in chat.template_values if name in self._template.fixed_values), None)
         if fixed is not None:
             raise InvalidRequest("chat_template_kwargs", f"{fixed} is not for the client to set")
-        messages = [self._disarm_message(message) for message in template_messages(chat)]
+        try:
+            messages = [self._disarm_message(message) for message in template_messages(chat)]
+            tools = _mapped(template_tools(chat), self._disarm)
+        except RecursionError:
+            raise InvalidRequest("messages", "arguments of a call are nested too deeply") from None
         if chat.continues_last:
             messages[-1]["content"] += _HERE
+        values = _mapped(dict(chat.template_values), self._disarm)
         rendered = self._template.render(
-            messages,
-            _mapped(template_tools(chat), self._disarm),
-            chat.opens_answer and not chat.continues_last,
-            _mapped(dict(chat.template_values), self._disarm),
+            messages, tools, chat.opens_answer and not chat.continues_last, values
         )
         if chat.continues_last:
             rendered, here, _ = rendered.rpartition(_HERE)

@@ -6,6 +6,7 @@ HERMES   <tool_call>
 LLAMA    {"name": "f", "parameters": {...}}          the whole output, or behind <|python_tag|>; several with `;`
 """
 
+import re
 from dataclasses import dataclass
 
 
@@ -33,8 +34,8 @@ LLAMA = ToolFormat("llama", "<|python_tag|>", "", "parameters", True, ";", "; ")
 
 def told_format(template: str) -> ToolFormat | None:
     """The format that a chat template's source tells the model to write, if it is one of these."""
-    if HERMES.opening in template:
+    if HERMES.opening in template and re.search(r'\\?"arguments\\?"', template):
         return HERMES
-    if LLAMA.opening in template or f'"{LLAMA.arguments_key}"' in template:
+    if LLAMA.opening in template or re.search(r'\{\\?"name\\?": [^{}]*\\?"parameters\\?"', template):
         return LLAMA
     return None

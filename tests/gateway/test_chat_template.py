@@ -14,7 +14,7 @@ from gateway.ask import TextOptions
 from gateway.chat import Chat, Function, Message, ToolCall
 from gateway.text_stream import TextStream
 from gateway.tokenizer import TextTokenizer
-from gateway.tool_format import HERMES, LLAMA
+from gateway.tool_format import HERMES, LLAMA, told_format
 from tests.gateway.chats import LLAMA as LLAMA_TEMPLATE
 from tests.gateway.chats import QWEN, WEATHER, chat, tools
 from tests.gateway.conftest import byte_symbols
@@ -137,6 +137,37 @@ def test_a_template_without_tools_gets_them_spelled_out_in_plain_messages(plain)
     assert rest == ""
     assert text_of(plain, Chat(CALLED, tools())).startswith("<|im_start|>system\n# Tools")
     assert "# Tools" not in text_of(plain, Chat(CALLED))
+
+
+@pytest.mark.parametrize("deep", [200, 900, 5000])
+def test_arguments_of_a_call_that_are_no_text_or_too_deep_are_text_or_a_mistake(qwen, plain, deep):
+    nested = '{"a":' * deep + "1" + "}" * deep
+
+    def field_at_fault(tokenizer: TextTokenizer, arguments: str) -> str:
+        try:
+            tokenizer.encode_chat(Chat((Message("assistant", None, calls=(ToolCall("c", "f", arguments),)),)))
+        except InvalidRequest as error:
+            return error.field
+        return "none"
+
+    for tokenizer in (qwen, plain):
+        for arguments in ('{"a": "\\ud800"}', "[1]", "not JSON", ""):
+            assert field_at_fault(tokenizer, arguments) == "none"
+        assert field_at_fault(tokenizer, nested) in ("none", "messages")
+
+
+@pytest.mark.parametrize(
+    ("told", "form"),
+    [
+        ('{{- "<tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <object>}" }}', HERMES),
+        ('{{- \'format {"name": function name, "parameters": dictionary}.\' }}', LLAMA),
+        ("<tool_call>\n<function=name>\n<parameter=a>", None),
+        ('{"tool_name": title of the tool, "parameters": a dictionary}', None),
+        ("[TOOL_CALLS]", None),
+    ],
+)
+def test_the_format_is_the_one_that_the_template_tells(told, form):
+    assert told_format(told) is form
 
 
 def test_a_form_of_calls_that_nothing_reads_is_not_asked_for():

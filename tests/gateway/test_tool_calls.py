@@ -62,6 +62,11 @@ HERMES_TEXTS = [
         "",
         [("f", '{"a": "</tool_call>"}')],
     ),
+    (
+        '<tool_call>{"arguments": {"a": "\\ud83d\\ude00"}, "name": "f"}</tool_call>',
+        "",
+        [("f", '{"a": "😀"}')],
+    ),
     # malformed in many ways, and of functions that there are not
     ('<tool_call>{"name": "g", "arguments": {}}</tool_call>', None, []),
     ('<tool_call>{"arguments": {}, "name": "g"}</tool_call>', None, []),
@@ -72,6 +77,8 @@ HERMES_TEXTS = [
     ("<tool_call>{'name': 'f'}</tool_call>", None, []),
     ("<tool_call>f()</tool_call>", None, []),
     ("<tool_call></tool_call>", None, []),
+    ('<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "f"}</tool_call>', None, []),
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>', None, []),
     ('<tool_call>{"arguments": ' + '{"a":' * 5000, None, []),
     ('<tool_call>{"arguments": ' + "[" * 5000 + "]" * 5000 + "}", None, []),
     ('<tool_call>{"id": 1, "name": "f", "arguments": {"a"', None, []),
