@@ -164,7 +164,7 @@ def test_what_changes_nothing_is_taken(fields):
 
 @pytest.fixture
 def tiny_tokenizer(tiny_tokenizer: TextTokenizer) -> TextTokenizer:
-    template = "{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}"
+    template = "{{ messages[0].content }}{% if tools %}<tool_call>{'arguments'}{% endif %}".replace("'", '"')
     return TextTokenizer(replace(tiny_tokenizer._files, chat_template=template))
 
 

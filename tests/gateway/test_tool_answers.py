@@ -25,7 +25,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</t
 @pytest.fixture
 def tiny_tokenizer(tiny_tokenizer: TextTokenizer) -> TextTokenizer:
     """With a template that knows of tools and says next to nothing of them."""
-    template = "{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}"
+    template = "{{ messages[0].content }}{% if tools %}<tool_call>{'arguments'}{% endif %}".replace("'", '"')
     return TextTokenizer(replace(tiny_tokenizer._files, chat_template=template))
 
 
