@@ -66,6 +66,8 @@ class Chat:
     def num_characters(self) -> int:
         """Of what the messages say."""
         return sum(
-            len(message.content or "") + sum(len(call.arguments) for call in message.calls)
+            len(message.content or "")
+            + len(message.reasoning)
+            + sum(len(call.arguments) for call in message.calls)
             for message in self.messages
         )

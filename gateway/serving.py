@@ -216,7 +216,8 @@ class Serving:
         chat = ask.prompts[0].chat if ask.prompts else None
         if chat is None or chat.tools is None:
             return ask.form
-        return tool_form(self.tokenizer.tool_format, chat.tools, ask.form, self.tokenizer.added_tokens)
+        known = self.tokenizer
+        return tool_form(known.tool_format, chat.tools, ask.form, known.added_tokens, known.markup_tokens)
 
     def _check_vocabulary(self, field: str, token_ids: Iterable[int]) -> None:
         limit = self.vocab_size

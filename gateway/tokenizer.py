@@ -41,6 +41,7 @@ class TextTokenizer:
         self.added_tokens = frozenset(token.content for token in added.values())
         special = {token.content for token in added.values() if token.special and token.content}
         markup = {text for text in self.added_tokens if _MARKUP.fullmatch(text)}
+        self.markup_tokens = tuple(sorted(markup - special))
         self._controls = [*sorted(special | markup, key=len, reverse=True), *_MARKS]
         self._control = _any_of(self._controls)
         self._special = _any_of([text for text in self._controls if text in special or text in _MARKS])

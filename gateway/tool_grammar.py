@@ -2,7 +2,8 @@
 where it may answer in a form of its own instead."""
 
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from core.errors import InvalidRequest
@@ -11,20 +12,27 @@ from gateway.grammar import WHITESPACE, FormKind, OutputForm, own_rules
 from gateway.tool_format import ToolFormat
 
 
+_NAME = re.compile(r"</?\|?[\w.:-]+\|?>", re.ASCII)
+"""A token in angle brackets that a rule can name."""
+
+
 def tool_form(
-    form: ToolFormat, tools: Tools, answer: OutputForm | None, added_tokens: Collection[str]
+    form: ToolFormat,
+    tools: Tools,
+    answer: OutputForm | None,
+    added_tokens: Collection[str],
+    markup_tokens: Sequence[str] = (),
 ) -> OutputForm | None:
     """None where the output needs no grammar. `answer` is what an output that calls nothing must look like;
-    `added_tokens` are the texts that the vocabulary has as tokens of their own, besides those it is made of. Raises
-    InvalidRequest."""
+    `added_tokens` are the texts that the vocabulary has as tokens of their own, besides those it is made of;
+    `markup_tokens` are those of them that free text may have. Raises InvalidRequest."""
     if tools.is_required:
         return own_rules("tools", "\n".join(["start: calls", *_calls(form, tools, added_tokens)]))
     if answer is not None:
         return _calls_or(answer, _calls(form, tools, added_tokens))
     if form.closing and any(function.is_strict for function in _callable(tools)):
-        return own_rules(
-            "tools", "\n".join([*_text_with_calls(form, added_tokens), *_calls(form, tools, added_tokens)])
-        )
+        text = _text_with_calls(form, added_tokens, markup_tokens)
+        return own_rules("tools", "\n".join([*text, *_calls(form, tools, added_tokens)]))
     return None
 
 
@@ -36,13 +44,19 @@ def _calls_or(answer: OutputForm, calls: list[str]) -> OutputForm:
     return own_rules(answer.field, "\n".join(["start: calls | answer", f"answer: %json {schema}", *calls]))
 
 
-def _text_with_calls(form: ToolFormat, added_tokens: Collection[str]) -> list[str]:
-    """Any text, in which what opens a call is followed by one."""
+def _text_with_calls(
+    form: ToolFormat, added_tokens: Collection[str], markup_tokens: Sequence[str]
+) -> list[str]:
+    """Any text, in which what opens a call is followed by one. Markup has to be named: to the library, a token in
+    angle brackets is no text."""
+    named = [token for token in markup_tokens if _NAME.fullmatch(token) and token not in form.markers]
+    markup = [f"marked: TEXT ({' | '.join(named)})"] if named else []
     if form.opening in added_tokens:
-        begun = ["begun: TEXT " + form.opening]
+        begun = f"begun: TEXT {form.opening}"
     else:
-        begun = [f"begun[lazy]: TEXT {json.dumps(form.opening)}"]
-    return [r"start: (begun rest)* TEXT", r"TEXT: /(.|\n)*/", *begun]
+        begun = f"begun[lazy]: TEXT {json.dumps(form.opening)}"
+    piece = "(begun rest | marked)" if named else "(begun rest)"
+    return [f"start: {piece}* TEXT", r"TEXT: /(.|\n)*/", begun, *markup]
 
 
 def _calls(form: ToolFormat, tools: Tools, added_tokens: Collection[str]) -> list[str]:

@@ -133,6 +133,19 @@ REFUSED = [
     ),
     ({"messages": [USER], "functions": [{"name": "f"}]}, "functions"),
 ]
+HUGE = {"type": "object", "properties": {"a": {"enum": list(range(300_000))}}}
+REFUSED += [
+    ({"messages": [USER], "chat_template_kwargs": {"a": list(range(300_000))}}, "chat_template_kwargs"),
+    (
+        {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "parameters": HUGE}}]},
+        "tools",
+    ),
+    (
+        {"messages": [USER, {"role": "assistant", "content": "", "reasoning_content": "x" * 5_000_000}]},
+        "messages",
+    ),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [{}] * 500_000}]}, "messages"),
+]
 for kind in ("image_url", "input_audio", "file"):
     part = {"type": kind, kind: {"url": "http://127.0.0.1:9/", "data": "", "file_id": "x"}}
     REFUSED.append(({"messages": [{"role": "user", "content": [part]}]}, "messages"))

@@ -44,7 +44,8 @@ def acceptor(tokenizer: TextTokenizer) -> Accepts:
 def qwen(request) -> tuple[TextTokenizer, Accepts]:
     """Vocabularies that have what surrounds calls as tokens, as control tokens, or not at all."""
     markers = ["<tool_call>", "</tool_call>"]
-    tokens = QWEN_TOKENS if request.param != "text" else QWEN_TOKENS[:2]
+    odd = ["<[1-3]>", "<a/b>", "<|fim|>", "[INST]", "  ", "<é>"]
+    tokens = [*QWEN_TOKENS, *odd] if request.param != "text" else QWEN_TOKENS[:2]
     tokenizer = made(QWEN, tokens, special=markers if request.param == "control tokens" else ())
     return tokenizer, acceptor(tokenizer)
 
@@ -52,7 +53,8 @@ def qwen(request) -> tuple[TextTokenizer, Accepts]:
 def form_of(
     tokenizer: TextTokenizer, *functions: Function, answer: OutputForm | None = None, **how: Any
 ) -> Any:
-    return tool_form(tokenizer.tool_format, tools(*functions, **how), answer, tokenizer.added_tokens)
+    added, markup = tokenizer.added_tokens, tokenizer.markup_tokens
+    return tool_form(tokenizer.tool_format, tools(*functions, **how), answer, added, markup)
 
 
 def test_what_must_call_calls_functions_that_there_are_with_arguments_of_their_schema(qwen):
@@ -78,7 +80,7 @@ def test_one_function_or_one_call_only(qwen):
 def test_strict_functions_are_followed_where_a_call_is_free(qwen):
     tokenizer, accepts = qwen
     form = form_of(tokenizer, STRICT, TIME)
-    for text in ("", "Hello <tool", "a\nb", CALL, f"Let me see.\n{CALL}\n{NO_ARGUMENTS}\nDone."):
+    for text in ("", "Hello <tool", "a\nb", CALL, f"<think>Hm.</think>See:\n{CALL}\n{NO_ARGUMENTS}\nDone."):
         assert accepts(form, text), text
     for text in (WRONG, f"Let me see. {WRONG}", "<tool_call>nothing</tool_call>"):
         assert not accepts(form, text), text
