@@ -80,12 +80,13 @@ class ToolCallParser:
         return True
 
     def _read_content(self, parsed: Parsed) -> bool:
-        """Up to a call; space before one is no content."""
+        """Up to a call; space before one is no content, but before what turns out to be none."""
         before, marker, after = self._rest.partition(self._form.opening)
         if marker:
-            parsed.content += before.rstrip()
+            told = before.rstrip()
+            parsed.content += told
             self._rest = after
-            self._begin_body(marker)
+            self._begin_body(before[len(told) :] + marker)
             return True
         told = before[: len(before) - overlap(before, self._form.opening)]
         spaceless = told.rstrip()

@@ -11,7 +11,6 @@ from gateway.chat import Function, Tools
 from gateway.grammar import WHITESPACE, FormKind, OutputForm, own_rules
 from gateway.tool_format import ToolFormat
 
-
 _NAME = re.compile(r"</?\|?[\w.:-]+\|?>", re.ASCII)
 """A token in angle brackets that a rule can name."""
 

@@ -67,8 +67,9 @@ async def test_text_is_that_of_a_chat_whole_and_streamed_from_both_clients(serve
 
 async def test_bodies_and_events_follow_openais_types_to_the_letter(served):
     body = {**CALLING, "seed": 2}
-    answer = await served.http.post("/v1/responses", json=body)
+    answer = await served.http.post("/v1/responses", json=body, headers={"x-tandem-timing": "1"})
     Response.model_validate(answer.json(), strict=True)
+    assert answer.json()["timing"]["total_s"] > 0
     events = [json.loads(event) for event in await served.events("/v1/responses", body)]
     for event in events:
         EVENT.validate_python(event, strict=True)
