@@ -85,8 +85,10 @@ class ChatTemplate:
 
 
 def template_messages(chat: Chat) -> list[Json]:
-    """As Hugging Face's templates take them: a call's arguments are an object, if they are JSON."""
-    return [_template_message(message) for message in chat.messages]
+    """As Hugging Face's templates take them: a call's arguments are an object, if they are JSON; a result has the
+    function's name, which some want; content that is missing is empty, since some look into it."""
+    names = {call.call_id: call.name for message in chat.messages for call in message.calls}
+    return [_template_message(message, names) for message in chat.messages]
 
 
 def template_tools(chat: Chat) -> list[Json]:
@@ -96,7 +98,7 @@ def template_tools(chat: Chat) -> list[Json]:
             "type": "function",
             "function": {
                 "name": function.name,
-                **({"description": function.description} if function.description else {}),
+                "description": function.description,
                 "parameters": dict(function.parameters or {"type": "object", "properties": {}}),
             },
         }
@@ -104,10 +106,11 @@ def template_tools(chat: Chat) -> list[Json]:
     ]
 
 
-def _template_message(message: Message) -> Json:
-    own: Json = {"role": message.role, "content": message.content}
-    if message.name:
-        own["name"] = message.name
+def _template_message(message: Message, names: Mapping[str, str]) -> Json:
+    """`names` are those of functions by the ids of their calls."""
+    own: Json = {"role": message.role, "content": message.content or ""}
+    if name := message.name or names.get(message.call_id, ""):
+        own["name"] = name
     if message.reasoning:
         own["reasoning_content"] = message.reasoning
     if message.call_id:

@@ -94,7 +94,11 @@ def test_a_template_with_tools_gets_functions_calls_and_results_as_hugging_face_
         },
         {
             "type": "function",
-            "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
+            "function": {
+                "name": "get_time",
+                "description": "",
+                "parameters": {"type": "object", "properties": {}},
+            },
         },
     ]
     assert (
@@ -104,6 +108,18 @@ def test_a_template_with_tools_gets_functions_calls_and_results_as_hugging_face_
     assert (
         "<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n" in text
     )
+
+
+def test_a_result_has_the_name_of_its_function_and_missing_content_can_be_looked_into():
+    picky = made(
+        "{% for m in messages %}{% if m.role == 'tool' and m.name is not defined %}{{ raise_exception('no name') }}"
+        "{% endif %}{{ '</think>' in m.content }} {{ m.name }} {% endfor %}"
+        '{% if tools %}<tool_call>"arguments"{% endif %}',
+        ["<|im_end|>"],
+    )
+    assert text_of(picky, Chat(CALLED)) == "False  False  False get_weather "
+    named = replace(CALLED[2], name="other")
+    assert text_of(picky, Chat((*CALLED[:2], named))) == "False  False  False other "
 
 
 def test_llamas_form_is_known_from_its_template_and_may_refuse_a_chat(llama):
