@@ -47,7 +47,7 @@ class Asks:
             config.context_len,
             TextTokenizer(load_tokenizer_files(path)),
             (1, 15, 16, 17, 40, 100, 300, 700) if is_tiny else (1, 5, 15, 16, 17, 33),
-            (1, 2, 8, 60, 200) if is_tiny else (1, 2, 4, 12),
+            (1, 2, 8, 60, 200, 600) if is_tiny else (1, 2, 4, 12),
         )
 
 
