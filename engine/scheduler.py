@@ -17,7 +17,8 @@ A sequence whose reader takes tokens is preempted at most MAX_PREEMPTIONS times:
 - One at the bound waits outside until those older than it and those inside at the bound leave room for all that it
   may become. Each of these progresses, and nobody who needs such a claim passes it. Others do: they are newer, so
   it takes their blocks later on.
-- One without credit is everybody's first victim, shielded or not, also for the sake of one that waits outside.
+- One without credit is everybody's first victim, shielded or not, also for the sake of one that waits outside, for
+  its place as well as for its blocks.
 """
 
 from bisect import insort
@@ -174,6 +175,20 @@ class Scheduler:
         self._arrive(sequence)
         insort(self.waiting, sequence, key=_turn)
 
+    def make_place(self) -> bool:
+        """Have a free place in the batch, at the cost of those whose readers take nothing. False when there is none."""
+        while self.num_free_places <= 0:
+            if not self.preempt_idle():
+                return False
+        return True
+
+    def preempt_idle(self) -> bool:
+        """Take place and blocks from the newest whose reader takes nothing. False when there is none."""
+        idle = self._newest_idle()
+        if idle is not None:
+            self._preempt(idle)
+        return idle is not None
+
     def resume(self, sequence: Sequence) -> None:
         """Run a sequence whose blocks the caller owns and whose KV is there (a sealed handoff)."""
         self._arrive(sequence)
@@ -201,9 +216,11 @@ class Scheduler:
         return work
 
     def _next_admitted(self, room: "StepRoom") -> Sequence | None:
-        """The next waiting sequence, once it has all its blocks. None when it must wait."""
-        head = self.next_waiting if self.num_free_places > 0 else None
-        return head if head is not None and room.has_some(head) and self._admit(head) else None
+        """The next waiting sequence, once it has a place and all its blocks. None when it must wait."""
+        head = self.next_waiting
+        if head is None or not room.has_some(head) or not self.make_place():
+            return None
+        return head if self._admit(head) else None
 
     def commit(self, work: Seq[Work], sampled: dict[HandoffId, Sampled]) -> list[Progress]:
         """Account for a computed step. `sampled` is by sequence id. Finished sequences leave the batch, still owning
@@ -266,10 +283,8 @@ class Scheduler:
         """Reserve what the sequence needs to run, at the cost of those whose readers take nothing. False when there
         is no room."""
         while not (self._has_claim(sequence) and self._take_blocks(sequence)):
-            idle = self._newest_idle()
-            if idle is None:
+            if not self.preempt_idle():
                 return False
-            self._preempt(idle)
         return True
 
     def _take_blocks(self, sequence: Sequence) -> bool:
