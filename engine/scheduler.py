@@ -176,7 +176,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_turn)
 
     def make_place(self) -> bool:
-        """Have a free place in the batch, at the cost of those whose readers take nothing. False when there is none."""
+        """Have a free place in the batch, at the cost of those whose readers take nothing. False without one."""
         while self.num_free_places <= 0:
             if not self.preempt_idle():
                 return False

@@ -1,12 +1,13 @@
 """Streamed answers as server-sent events. Closing a stream aborts what is left of its request, also when its task is
 being cancelled."""
 
-import json
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from core.errors import TandemError
-from gateway.openai_objects import Envelope, error_object
+from gateway.openai_objects import Envelope, error_object, to_json
+from gateway.rendering import rendered
 from gateway.responses_objects import ResponseWriter
 from gateway.text_generation import TextChunk
 
@@ -27,22 +28,13 @@ async def choice_events(
     wishes: StreamWishes,
 ) -> AsyncIterator[bytes]:
     """Completions and chats. An error after the headers is an error event and the end, never a finish."""
-
-    def usage() -> dict[str, Any]:
-        if wishes.running_usage:
-            return envelope.usage()
-        return {"usage": None} if wishes.usage else {}
-
     try:
         for choice in range(num_choices):
             if (opening := envelope.shape.opening(choice)) is not None:
-                yield _event(envelope.chunk(opening, usage()))
+                yield _event(envelope.chunk(opening, _usage(envelope, wishes)))
         async for chunk in _with_first(first, rest):
-            for choice_part in envelope.shape.parts(chunk):
-                part = envelope.chunk(choice_part, usage())
-                if choice_part["finish_reason"] and wishes.timing:
-                    part["timing"] = envelope.timing(chunk.choice)
-                yield _event(part)
+            for event in await rendered(partial(_chunk_events, chunk, envelope, wishes), [chunk]):
+                yield event
         if wishes.usage:
             yield _event(envelope.chunk(None, envelope.usage()))
         yield b"data: [DONE]\n\n"
@@ -50,6 +42,23 @@ async def choice_events(
         yield _event(error_object(error))
     finally:
         await rest.aclose()
+
+
+def _usage(envelope: Envelope, wishes: StreamWishes) -> dict[str, Any]:
+    """What each chunk but the last says of it."""
+    if wishes.running_usage:
+        return envelope.usage()
+    return {"usage": None} if wishes.usage else {}
+
+
+def _chunk_events(chunk: TextChunk, envelope: Envelope, wishes: StreamWishes) -> list[bytes]:
+    parts = [
+        (choice, envelope.chunk(choice, _usage(envelope, wishes))) for choice in envelope.shape.parts(chunk)
+    ]
+    for choice, part in parts:
+        if choice["finish_reason"] and wishes.timing:
+            part["timing"] = envelope.timing(chunk.choice)
+    return [_event(part) for _, part in parts]
 
 
 async def response_events(
@@ -82,7 +91,7 @@ async def _with_first(
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + to_json(data) + b"\n\n"
 
 
 def _named_event(data: dict[str, Any]) -> bytes:

@@ -24,6 +24,7 @@ from core.errors import (
 from gateway.answer import Answer
 from gateway.ask import Ask
 from gateway.grpc_schema import to_ask
+from gateway.rendering import rendered
 from gateway.resumable import ResumableStreams
 from gateway.serving import Serving
 from gateway.text_generation import EchoedPrompt, TextChunk
@@ -67,10 +68,14 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
         try:
             ask = to_ask(request, self._serving.model_id, is_stream=False)
             answer = await self._serving.prepare(ask, context.time_remaining())
-            choices = [_choice(answer, ask, chunks) for chunks in await answer.whole()]
+            response = pb.GenerateResponse(request_id=answer.request_id)
+            for chunks in await answer.whole():
+                response.choices.append(await rendered(partial(_choice, answer, ask, chunks), chunks))
+                if response.ByteSize() > MAX_MESSAGE_BYTES:
+                    break
         except TandemError as error:
             await _abort(context, error)
-        response = pb.GenerateResponse(request_id=answer.request_id, choices=choices, usage=_usage(answer))
+        response.usage.CopyFrom(_usage(answer))
         if response.ByteSize() > MAX_MESSAGE_BYTES:
             message = f"the answer is larger than {MAX_MESSAGE_BYTES} bytes; GenerateStream has no such limit"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
@@ -134,7 +139,7 @@ async def _messages(
     num_open = ask.num_choices
     async with contextlib.aclosing(answer.chunks()) as chunks:
         async for chunk in chunks:
-            choice = _choice(answer, ask, [chunk])
+            choice = await rendered(partial(_choice, answer, ask, [chunk]), [chunk])
             for part in _first_scores(choice):
                 yield pb.GenerateChunk(request_id=answer.request_id, choice=part)
             num_open -= bool(chunk.finish_reason)

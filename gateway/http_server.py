@@ -169,10 +169,8 @@ class HttpFront:
             wishes = StreamWishes(body.wants_usage, body.wants_running_usage, wants_timing)
             events = partial(choice_events, num_choices=ask.num_choices, envelope=envelope, wishes=wishes)
             return await _stream(request, answer, headers, events)
-        whole = envelope.whole(await _unless_gone(request, answer.whole()))
-        if wants_timing:
-            whole["timing"] = envelope.timing()
-        return JSONResponse(whole, headers=headers)
+        whole = await envelope.whole(await _unless_gone(request, answer.whole()), wants_timing)
+        return Response(whole, headers=headers, media_type="application/json")
 
     def _model_object(self) -> dict[str, Any]:
         model: dict[str, Any] = {

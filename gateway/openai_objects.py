@@ -1,8 +1,10 @@
 """What OpenAI clients get back: whole answers, stream chunks, errors. Plain dictionaries ready for JSON."""
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from core.errors import (
@@ -18,6 +20,7 @@ from gateway.answer import Answer, Usage
 from gateway.ask import Ask
 from gateway.chat_objects import ChatShape
 from gateway.logprobs import CompletionLogprobs, prompt_part
+from gateway.rendering import rendered
 from gateway.text_generation import TextChunk
 from gateway.tokenizer import TextTokenizer
 
@@ -87,16 +90,23 @@ class Envelope:
         """As it is now."""
         return {"usage": usage_object(self._answer.usage)}
 
-    def whole(self, choices: Sequence[Sequence[TextChunk]]) -> Json:
-        return {
-            **self._common,
-            "object": self.shape.kind,
-            "choices": [self.shape.whole(chunks) for chunks in choices],
-            **self.usage(),
-        }
+    async def whole(self, choices: Sequence[Sequence[TextChunk]], has_timing: bool = False) -> bytes:
+        """The answer's JSON, made a choice at a time."""
+        bodies = [await rendered(partial(self._whole_choice, chunks), chunks) for chunks in choices]
+        head = to_json({**self._common, "object": self.shape.kind})
+        timing = {"timing": self.timing()} if has_timing else {}
+        tail = to_json({**self.usage(), **timing})
+        return b"".join((head[:-1], b',"choices":[', b",".join(bodies), b"],", tail[1:]))
+
+    def _whole_choice(self, chunks: Sequence[TextChunk]) -> bytes:
+        return to_json(self.shape.whole(chunks))
 
     def timing(self, choice: int = 0) -> Json:
         return asdict(self._answer.timing(choice))
+
+
+def to_json(value: Json) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def usage_object(usage: Usage) -> Json:

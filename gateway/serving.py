@@ -30,6 +30,8 @@ from gateway.tool_calls import ToolCallParser
 from gateway.tool_grammar import tool_form
 
 DEFAULT_MAX_TOKENS = 16
+MAX_PROMPT_SCORES = 1 << 20
+"""Log-probabilities of prompts that one answer tells: each choice has those of its prompt."""
 
 
 class Serving:
@@ -104,6 +106,7 @@ class Serving:
             self.orchestrator.check_room()
             sampling = await self._sampling(ask)
             prompts = [await self._prepare_prompt(ask, prompt) for prompt in ask.prompts]
+            _check_scores(sampling, _repeated(prompts, ask))
             allowed_s = min(self._timeout_s, math.inf if deadline_s is None else deadline_s)
             requests = self._requests(ask, sampling, prompts, allowed_s)
             generations = self.orchestrator.begin(requests)
@@ -234,6 +237,14 @@ class PreparedPrompt:
     ids: tuple[int, ...]
     chain: tuple[BlockHash, ...]
     max_tokens: int
+
+
+def _check_scores(sampling: SamplingParams, prompts: Sequence[PreparedPrompt]) -> None:
+    """Raises InvalidRequest for more log-probabilities of the choices' `prompts` than an answer may have."""
+    num_scores = sum(len(prompt.ids) for prompt in prompts) * (1 + sampling.num_prompt_logprobs)
+    if num_scores > MAX_PROMPT_SCORES:
+        message = f"{num_scores} log-probabilities of prompts are more than the {MAX_PROMPT_SCORES} allowed"
+        raise InvalidRequest("prompt_logprobs", message)
 
 
 def _repeated(prompts: Sequence[PreparedPrompt], ask: Ask) -> list[PreparedPrompt]:
