@@ -33,7 +33,9 @@ async def choice_events(
             if (opening := envelope.shape.opening(choice)) is not None:
                 yield _event(envelope.chunk(opening, _usage(envelope, wishes)))
         async for chunk in _with_first(first, rest):
-            for event in await rendered(partial(_chunk_events, chunk, envelope, wishes), [chunk]):
+            timing = envelope.timing(chunk.choice) if chunk.finish_reason and wishes.timing else None
+            make = partial(_chunk_events, chunk, envelope, wishes, timing)
+            for event in await rendered(make, [chunk]):
                 yield event
         if wishes.usage:
             yield _event(envelope.chunk(None, envelope.usage()))
@@ -51,13 +53,16 @@ def _usage(envelope: Envelope, wishes: StreamWishes) -> dict[str, Any]:
     return {"usage": None} if wishes.usage else {}
 
 
-def _chunk_events(chunk: TextChunk, envelope: Envelope, wishes: StreamWishes) -> list[bytes]:
+def _chunk_events(
+    chunk: TextChunk, envelope: Envelope, wishes: StreamWishes, timing: dict[str, Any] | None
+) -> list[bytes]:
+    """`timing` goes with the choice's end."""
     parts = [
         (choice, envelope.chunk(choice, _usage(envelope, wishes))) for choice in envelope.shape.parts(chunk)
     ]
     for choice, part in parts:
-        if choice["finish_reason"] and wishes.timing:
-            part["timing"] = envelope.timing(chunk.choice)
+        if choice["finish_reason"] and timing is not None:
+            part["timing"] = timing
     return [_event(part) for _, part in parts]
 
 

@@ -70,7 +70,7 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
             answer = await self._serving.prepare(ask, context.time_remaining())
             response = pb.GenerateResponse(request_id=answer.request_id)
             for chunks in await answer.whole():
-                response.choices.append(await rendered(partial(_choice, answer, ask, chunks), chunks))
+                response.choices.append(await _told(answer, ask, chunks))
                 if response.ByteSize() > MAX_MESSAGE_BYTES:
                     break
         except TandemError as error:
@@ -139,7 +139,7 @@ async def _messages(
     num_open = ask.num_choices
     async with contextlib.aclosing(answer.chunks()) as chunks:
         async for chunk in chunks:
-            choice = await rendered(partial(_choice, answer, ask, [chunk]), [chunk])
+            choice = await _told(answer, ask, [chunk])
             for part in _first_scores(choice):
                 yield pb.GenerateChunk(request_id=answer.request_id, choice=part)
             num_open -= bool(chunk.finish_reason)
@@ -154,7 +154,14 @@ def _first_scores(choice: pb.Choice) -> Iterator[pb.Choice]:
         del choice.prompt_logprobs[:MAX_SCORES]
 
 
-def _choice(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
+async def _told(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
+    choice = await rendered(partial(_choice, ask, chunks), chunks)
+    if choice.finish_reason:
+        choice.timing.CopyFrom(pb.Timing(**asdict(answer.timing(choice.index))))
+    return choice
+
+
+def _choice(ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
     first, last = chunks[0], chunks[-1]
     tokens = [token for chunk in chunks for token in chunk.tokens]
     calls = joined_calls(call for chunk in chunks for call in chunk.calls)
@@ -182,8 +189,6 @@ def _choice(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
         )
     if first.prompt is not None and first.prompt.scores:
         choice.prompt_logprobs.extend(_prompt_logprobs(first.prompt))
-    if last.finish_reason:
-        choice.timing.CopyFrom(pb.Timing(**asdict(answer.timing(first.choice))))
     return choice
 
 
