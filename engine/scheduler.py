@@ -140,6 +140,11 @@ class Scheduler:
         return self.limits.max_batch - len(self.running) - self.num_reserved_places
 
     @property
+    def num_suspended(self) -> int:
+        """Whose readers take nothing."""
+        return sum(sequence.credit <= 0 for sequence in (*self.running, *self.waiting))
+
+    @property
     def next_waiting(self) -> Sequence | None:
         """Who is admitted next, before anybody behind it. One that waits for its claim lets others by."""
         is_passing = False

@@ -253,6 +253,7 @@ def test_readers_that_take_nothing_keep_neither_places_nor_blocks_from_others(sc
     for command in slow:
         rig.activate(command, rig.reserve(command))
     rig.run()
+    assert rig.tier.engine.scheduler.num_suspended == 2
     other = reserve(3, range(40 if scarce == "blocks" else 5), is_local=is_local)
     if is_local:
         rig.tokens[other.id] = []
