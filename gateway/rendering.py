@@ -13,7 +13,7 @@ Rendered = TypeVar("Rendered")
 
 
 async def rendered(make: Callable[[], Rendered], chunks: Sequence[TextChunk]) -> Rendered:
-    """make(), which turns these chunks of one choice into what a client gets, perhaps without an event loop around it."""
+    """make(), which turns these chunks of one choice into what a client gets; perhaps without an event loop."""
     if num_logprobs(chunks) <= MAX_INLINE:
         return make()
     return await asyncio.to_thread(make)
