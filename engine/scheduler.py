@@ -33,6 +33,7 @@ from core.errors import EngineFailed, InvalidRequest, TandemError
 from core.ids import BlockHash, BlockId, HandoffId
 from core.sampling import Top
 from engine.block_pool import BlockPool
+from engine.mask_share import MaskShare
 from engine.sequence import FinishReason, Sequence
 
 MAX_PREEMPTIONS = 3
@@ -124,6 +125,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_reserved_places = 0
         self._arrivals = count()
+        self._masks = MaskShare(clock)
 
     @property
     def has_work(self) -> bool:
@@ -202,14 +204,12 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """The next step: sequences that decode first, the oldest before others, then chunks of those that do not yet,
         then new ones (they are the last entries, with num_computed equal to num_cached). One that is not able is
-        passed over, and one that must wait for a block."""
-        budget = self.limits.token_budget
-        work: list[Work] = []
-        for sequence in list(self.running):
-            if sequence.num_to_compute == 1 and sequence.is_able and budget and self._make_room(sequence):
-                work.append(Work(sequence, 1))
-                budget -= 1
-        room = StepRoom(budget)
+        passed over, one whose grammar is slow until it has its turn, and one that must wait for a block."""
+        decoding = [s for s in self.running if s.num_to_compute == 1 and s.is_able]
+        prompts = [sequence for sequence in self.running if sequence.num_to_compute > 1]
+        held = self._masks.held_back(decoding, bool(prompts or self.next_waiting))
+        work = self._decode([sequence for sequence in decoding if sequence not in held])
+        room = StepRoom(self.limits.token_budget - len(work))
         prompts = [sequence for sequence in self.running if sequence.num_to_compute > 1]
         work += [chunk for sequence in prompts if (chunk := room.take(sequence))]
         while (head := self._next_admitted(room)) is not None:
@@ -217,7 +217,16 @@ class Scheduler:
             insort(self.running, head, key=_arrival)
             if chunk := room.take(head):
                 work.append(chunk)
+        work = work or self._decode(held[:1])
         self._end_waits(work)
+        return work
+
+    def _decode(self, sequences: Seq[Sequence]) -> list[Work]:
+        """A token for each that has, or gets, a block for it; a batch place never is more than the token budget."""
+        work: list[Work] = []
+        for sequence in sequences:
+            if len(work) < self.limits.token_budget and self._make_room(sequence):
+                work.append(Work(sequence, 1))
         return work
 
     def _next_admitted(self, room: "StepRoom") -> Sequence | None:
