@@ -1,5 +1,5 @@
 """`make test`: every test, in two pytest processes at once. Those that start whole clusters mostly wait, and the
-others need one core: together they take little longer than the former alone. With arguments: one pytest with these."""
+others need one core: together they take little longer than the former alone. Arguments: one pytest with these."""
 
 import os
 import subprocess
