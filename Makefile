@@ -23,7 +23,7 @@ serve: setup
 	$(BIN)/tandem serve $(MODEL) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+	$(BIN)/python -m tests.run $(ARGS)
 
 soak: setup
 	$(BIN)/python -m pytest -m soak $(ARGS)

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from bench.load import Load, Outcome
 from bench.overload import quantile
+from core.errors import EngineFailed
 from tandem.served import served
 
 STEADY_PROMPT = 32
@@ -25,6 +26,10 @@ Figures = dict[str, float]
 
 
 def gaps_s(outcomes: list[Outcome]) -> list[float]:
+    """Raises EngineFailed when a stream did not end as it should: nothing is measured then."""
+    broken = [outcome.status for outcome in outcomes if not outcome.is_whole]
+    if broken:
+        raise EngineFailed(f"{len(broken)} of {len(outcomes)} streams were not whole: status {broken}")
     return [gap for outcome in outcomes for gap in outcome.gaps_s]
 
 

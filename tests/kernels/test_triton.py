@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+TIMEOUT_S = 400  # it is one of those that run beside whole clusters
 FOLDER = Path(__file__).parent
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function")
 
@@ -21,11 +22,12 @@ def run(arguments, **environment):
         capture_output=True,
         text=True,
         check=False,
-        timeout=170,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
 
 
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_bodies_equal_the_reference():
     mode = "0" if torch.cuda.is_available() else "1"
     run(["-m", "pytest", str(FOLDER / "triton_cases.py"), *OPTIONS], TRITON_INTERPRET=mode)
