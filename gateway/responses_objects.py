@@ -60,6 +60,8 @@ class ResponseWriter:
 
     def failing(self, error: TandemError) -> Iterator[Json]:
         """Instead of closing(), after events that were sent already."""
+        if self._is_open:
+            self.output[-1]["status"] = "incomplete"
         code = "rate_limit_exceeded" if isinstance(error, Busy) else "server_error"
         failed = self.response("failed") | {"error": {"code": code, "message": str(error)}}
         yield self._event("response.failed", response=failed)

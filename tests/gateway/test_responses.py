@@ -295,6 +295,7 @@ async def test_a_failure_after_the_headers_ends_the_response_as_failed(served, e
     last = events[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"]["code"] == code
+    assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]
 
 
 def test_functions_of_a_response_are_those_of_a_chat():
