@@ -82,6 +82,7 @@ class Attempt:
         self._credit = CREDIT_TOKENS
         self._has_pending = True
         self._decode_was_asked = False
+        self._early: list[FromWorker] = []
         self._lifetime = Handoff()
         self._limits = StageLimits(self._num_tokens)
 
@@ -91,9 +92,9 @@ class Attempt:
         try:
             self._start()
             while not self._lifetime.state.is_terminal:
-                event = await self._next_event()
-                for token in self._on_event(event):
-                    yield token
+                for event in self._in_order(await self._next_event()):
+                    for token in self._on_event(event):
+                        yield token
         except (StaleEpoch, TransferFailed, WorkerLost) as error:
             self._note_failure(error)
             raise
@@ -122,6 +123,25 @@ class Attempt:
                 self._drop_lost(event.worker)
                 raise WorkerLost(f"{event.worker.worker_id}: {event.reason}")
             return event
+
+    def _in_order(self, event: FromWorker) -> list[FromWorker]:
+        """What can be acted on now. The two workers' events come by two ways: a decode worker may have the seal, and
+        tokens, before the prompt's scores are here, which the prefill worker has told before it sealed."""
+        if self._prefill is None or not self._request.lacks_scores(self._report.prompt_scores):
+            return [event]
+        if event.kind in ("seal_verified", "token"):
+            self._early.append(event)
+            return []
+        if event.kind != "prompt_scores":
+            return [event]
+        self._add_scores(event)
+        if self._request.lacks_scores(self._report.prompt_scores):
+            return []
+        early, self._early = self._early, []
+        return early
+
+    def _add_scores(self, event: FromWorker) -> None:
+        self._report.add_scores(event.body.position, convert.scores_from_proto(event.body))
 
     def _drop_lost(self, worker: WorkerRecord) -> None:
         if self._prefill is not None and self._prefill.record is worker:
@@ -166,7 +186,7 @@ class Attempt:
             case "token":
                 return self._on_token(event.body)
             case "prompt_scores":
-                self._report.add_scores(event.body.position, convert.scores_from_proto(event.body))
+                self._add_scores(event)
             case "failed":
                 self._on_failed(event)
             case "aborted":

@@ -4,6 +4,7 @@ workers are told, nothing stays subscribed and no load stays counted."""
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -21,6 +22,7 @@ from core.errors import (
 )
 from core.ids import HandoffId
 from core.sampling import SamplingParams
+from core.scores import PromptScore
 from core.worker import Role
 from gateway.attempt import CREDIT_TOKENS, RESERVE_WAIT_S, Attempt
 from gateway.generation import GenerationRequest, OutputToken
@@ -32,12 +34,17 @@ from proto import types_pb2 as types
 from tests.gateway.peers import LIMIT_S, Rig, Worker
 
 PROMPT = tuple(range(40))
+GREEDY = SamplingParams(32, 0.0)
 
 
 def begin(
-    rig: Rig, committed: tuple[int, ...] = (), is_local: bool = False, deadline_s: float = 60.0
+    rig: Rig,
+    committed: tuple[int, ...] = (),
+    is_local: bool = False,
+    deadline_s: float = 60.0,
+    params: SamplingParams = GREEDY,
 ) -> "Run":
-    request = GenerationRequest(PROMPT, SamplingParams(32, 0.0), (), deadline_s)
+    request = GenerationRequest(PROMPT, params, (), deadline_s)
     live = Live(request, StageClock(rig.clock), HandoffReport(num_attempts=1), asyncio.Event())
     prefill = None if is_local else rig.prefill[0].record
     decode = [worker.record for worker in rig.decode]
@@ -116,6 +123,10 @@ class Run:
             finish_reason=convert.FINISH_REASONS[reason],
         )
         self._rig.decode[worker].emit(token=token)
+
+    def emit_scores(self, position: int, count: int) -> None:
+        scores = convert.scores_to_proto(self.attempt.id, position, [PromptScore(-1.0, 1)] * count)
+        self._rig.prefill[0].emit(prompt_scores=scores)
 
     def emit_failed(self, worker: Worker, error: TandemError) -> None:
         worker.emit(failed=pb.Failed(handoff_id=self.id, error=convert.error_to_proto(error)))
@@ -508,3 +519,24 @@ async def test_when_no_decode_worker_takes_the_prompt_alone_the_service_is_unava
         await worker.take("reserve")
         run.emit_failed(worker, Busy("too long"))
     assert isinstance(await run.end(), Unavailable)
+
+
+async def test_a_seal_and_tokens_may_be_here_before_the_prompts_scores(rig):
+    run = begin(rig, params=replace(GREEDY, num_prompt_logprobs=0))
+    prefill, decode = rig.prefill[0], rig.decode[0]
+    await prefill.take("start")
+    run.emit_started()
+    await decode.take("reserve")
+    run.emit_granted()
+    await prefill.take("grant")
+    run.emit_scores(1, 20)
+    run.emit_verified()
+    run.emit_token(1)
+    await run.settle()
+    assert not run.tokens and not run.live.is_handed_over.is_set()
+    run.emit_scores(21, 19)
+    assert await run.until(2) == [7, 8]
+    assert len(run.live.report.prompt_scores) == len(PROMPT) - 1
+    await prefill.take("release")
+    run.emit_token(2, reason="length")
+    assert await run.end() is None
