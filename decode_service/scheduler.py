@@ -259,6 +259,7 @@ class DecodeTier:
                 sequence.queue_s,
                 sequence.num_preemptions,
                 token.top,
+                sequence.num_cached,
             )
         )
         self._note_suspended(sequence)

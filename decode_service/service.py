@@ -193,5 +193,6 @@ def _token(event: Token) -> pb.DecodeEvent:
         queue_s=event.queue_s,
         num_preemptions=event.num_preemptions,
         top=convert.top_to_proto(event.top),
+        num_cached_tokens=event.num_cached_tokens if event.position == 0 else 0,
     )
     return pb.DecodeEvent(token=token)

@@ -34,12 +34,10 @@ def sample_on_device(logits: Tensor, requests: SamplingBatch) -> SampledTokens:
         logprobs.view(np.float32),
         is_finite.astype(np.bool_),
         is_possible.astype(np.bool_) | ~is_finite.astype(np.bool_),
-        likeliest(logits, requests.num_tops),
+        likeliest(logits, requests.num_tops, logits.double().logsumexp(-1)),
     )
 
 
 def _choose(logits: Tensor, requests: SamplingBatch) -> Tensor:
     """[3, R] int32, as kernels.ops.sample_packed."""
-    arrays = (requests.temperatures, requests.top_ks, requests.top_ps, requests.keys)
-    choices = stage([torch.from_numpy(array) for array in arrays], logits.device)
-    return ops.sample_packed(logits, RowChoices(*choices))
+    return ops.sample_packed(logits, RowChoices(*stage(list(requests.choices), logits.device)))

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from core.errors import EngineFailed
+from core.errors import EngineFailed, ModelLoadError
 from core.kv_region import KVRegion
 from engine.channel import ServiceChannel
 from engine.config import EngineConfig
@@ -39,7 +39,8 @@ class EngineProcess:
         geometry: EngineGeometry,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> "EngineProcess":
-        """Run `python -m module` and wait until its weights are loaded. Raises EngineFailed with its reason."""
+        """Run `python -m module` and wait until its weights are loaded. Raises ModelLoadError for what it cannot load
+        or have here, EngineFailed when it ended."""
         region = KVRegion.create(geometry.kv_spec.block_bytes, geometry.num_blocks)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", module, "--channel-fd", str(theirs.fileno())]
@@ -60,7 +61,7 @@ class EngineProcess:
         if message is None:
             raise EngineFailed("the engine process ended while loading")
         if message.failure:
-            raise EngineFailed(message.failure)
+            raise ModelLoadError(message.failure)
         self._first = message
 
     @property

@@ -108,7 +108,8 @@ class Reserved(Event, frozen=True, tag=True):
 
 
 class Token(Event, frozen=True, tag=True):
-    """Decode: one token of one choice, with the likeliest ones in its place if the request asks for them."""
+    """Decode: one token of one choice, with the likeliest ones in its place if the request asks for them. For a
+    prompt that was computed here `num_cached_tokens` is what its cache had of it."""
 
     choice: int
     position: int
@@ -118,6 +119,7 @@ class Token(Event, frozen=True, tag=True):
     queue_s: float
     num_preemptions: int
     top: Top = ()
+    num_cached_tokens: int = 0
 
 
 class PromptScores(Event, frozen=True, tag=True):

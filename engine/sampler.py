@@ -25,13 +25,11 @@ from core.scores import PromptScore
 from engine.logit_edits import apply_edits
 from engine.logit_rules import LogitEdits, RuledRow
 from kernels import ops
-from kernels.gumbel import gumbel_choice, row_keys
-from kernels.layouts import Drawn
+from kernels.gumbel import row_keys
+from kernels.layouts import Drawn, RowChoices
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy: any gap that float32 logits can show would decide anyway."""
-_FIRST_WIDTH = 256
-_WIDTH_STEP = 8
 
 
 class SampledTokens(NamedTuple):
@@ -88,10 +86,11 @@ class SamplingBatch:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def is_limited(self, vocab_size: int) -> npt.NDArray[np.bool_]:
-        """[R]: whether a row is drawn, from fewer tokens than all."""
-        has_k = (self.top_ks > 0) & (self.top_ks < vocab_size)
-        return (self.temperatures > 0) & (has_k | (self.top_ps < 1.0))
+    @property
+    def choices(self) -> RowChoices:
+        """On the host."""
+        arrays = (self.temperatures, self.top_ks, self.top_ps, self.keys)
+        return RowChoices(*map(torch.from_numpy, arrays))
 
     @property
     def plain(self) -> "SamplingBatch":
@@ -125,30 +124,32 @@ def sample(logits: Tensor, requests: SamplingBatch) -> SampledTokens:
         apply_edits(changed, requests.edits)
         redrawn = _choose(changed, requests.take(requests.edited))
         tokens[rows], is_possible[rows] = redrawn.tokens, redrawn.peaks != -torch.inf
-    chosen = (logits.gather(1, tokens[:, None])[:, 0] - drawn.peaks).double()
-    logprobs = (chosen - drawn.totals.log()).float()
+    norms = _norms(drawn)
+    logprobs = (logits.gather(1, tokens[:, None])[:, 0].double() - norms).float()
     is_finite = torch.isfinite(drawn.peaks)
     return SampledTokens(
         tokens.cpu().numpy(),
         logprobs.cpu().numpy(),
         is_finite.cpu().numpy(),
         (is_possible | ~is_finite).cpu().numpy(),
-        likeliest(logits, requests.num_tops),
+        likeliest(logits, requests.num_tops, norms),
     )
 
 
-def likeliest(logits: Tensor, num_tops: npt.NDArray[np.int64]) -> dict[int, Top]:
-    """For each row of logits [R, V] that asks for some: its num_tops likeliest tokens, of equals the lowest first."""
+def likeliest(logits: Tensor, num_tops: npt.NDArray[np.int64], norms: Tensor) -> dict[int, Top]:
+    """For each row of logits [R, V] that asks for some: its num_tops likeliest tokens, of equals the lowest first.
+    norms [R] float64: the logarithm of each row's sum of e^logit."""
     asking = np.flatnonzero(num_tops)
     if not asking.size:
         return {}
     width = min(int(num_tops.max()), logits.shape[1])
-    own = logits[torch.from_numpy(asking).to(logits.device)]
-    values, ids = own.topk(width, dim=-1)
-    logprobs = (values.double() - own.double().logsumexp(-1, keepdim=True)).float()
+    rows = torch.from_numpy(asking).to(logits.device)
+    own = logits if len(asking) == len(logits) else logits[rows]
+    values, ids = ops.largest_tokens(own, width)
+    logprobs = (values.double() - norms[rows, None]).float()
     pairs = zip(asking.tolist(), ids.tolist(), logprobs.tolist(), strict=True)
     return {
-        row: tuple(sorted(zip(own_ids, own_logprobs, strict=True), key=_likeliest_first)[: num_tops[row]])
+        row: tuple(zip(own_ids[: num_tops[row]], own_logprobs[: num_tops[row]], strict=True))
         for row, own_ids, own_logprobs in pairs
     }
 
@@ -158,69 +159,20 @@ def score(logits: Tensor, targets: Sequence[int], num_tops: int) -> list[PromptS
     """Of each target, given the row of logits [R, V] that predicts it."""
     if not targets:
         return []
-    ids = torch.tensor(targets, device=logits.device)[:, None]
-    chosen = logits.gather(1, ids)
-    logprobs = (chosen.double() - logits.double().logsumexp(-1, keepdim=True))[:, 0].float()
+    greedy = SamplingBatch.build([(SamplingParams(1, 0.0), 0, 0)] * len(targets))
+    norms = _norms(_choose(logits, greedy))
+    chosen = logits.gather(1, torch.tensor(targets, device=logits.device)[:, None])
+    logprobs = (chosen[:, 0].double() - norms).float()
     ranks = (logits > chosen).sum(-1) + 1
-    tops = likeliest(logits, np.full(len(targets), num_tops))
+    tops = likeliest(logits, np.full(len(targets), num_tops), norms)
     pairs = zip(logprobs.tolist(), ranks.tolist(), strict=True)
     return [PromptScore(logprob, rank, tops.get(row, ())) for row, (logprob, rank) in enumerate(pairs)]
 
 
-def _likeliest_first(pair: tuple[int, float]) -> tuple[float, int]:
-    return -pair[1], pair[0]
+def _norms(drawn: Drawn) -> Tensor:
+    return drawn.peaks.double() + drawn.totals.log()
 
 
 def _choose(logits: Tensor, requests: SamplingBatch) -> Drawn:
-    """The tokens of rows without edits, limits observed."""
-    is_limited, device = requests.is_limited(logits.shape[1]), logits.device
-    temperatures = np.where(is_limited, np.float32(0), requests.temperatures)
-    drawn = ops.draw_tokens(
-        logits, torch.from_numpy(temperatures).to(device), torch.from_numpy(requests.keys).to(device)
-    )
-    is_valid = torch.isfinite(drawn.peaks).cpu().numpy()
-    if (limited := np.flatnonzero(is_limited & is_valid)).size:
-        rows = torch.from_numpy(limited).to(device)
-        drawn.tokens[rows] = _draw_rows(logits[rows], drawn.peaks[rows], requests, limited)
-    return drawn
-
-
-def _draw_rows(logits: Tensor, peaks: Tensor, requests: SamplingBatch, rows: npt.NDArray[np.intp]) -> Tensor:
-    """Tokens [r] for those rows of the batch, each with limits; logits [r, V] and peaks [r] are already theirs."""
-    temperatures, top_ks, top_ps, keys = (
-        torch.from_numpy(values[rows]).to(logits.device)
-        for values in (requests.temperatures, requests.top_ks, requests.top_ps, requests.keys)
-    )
-    return _draw_limited((logits - peaks[:, None]) / temperatures[:, None], top_ks, top_ps, keys)
-
-
-def _draw_limited(scaled: Tensor, top_ks: Tensor, top_ps: Tensor, keys: Tensor) -> Tensor:
-    """Looks at the largest logits only, and at more of them for the rows where those do not settle it."""
-    num_rows, vocab_size = scaled.shape
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=scaled.device)
-    pending = torch.arange(num_rows, device=scaled.device)
-    width = min(vocab_size, max(_FIRST_WIDTH, int(top_ks.max()) + 1))
-    while pending.numel():
-        values, ids = scaled[pending].topk(width, dim=-1)
-        threshold = _threshold(scaled[pending], values, top_ks[pending], top_ps[pending])
-        is_settled = (values[:, -1:] < threshold)[:, 0] | (width == vocab_size)
-        allowed = values.masked_fill(values < threshold, -torch.inf)
-        settled = pending[is_settled]
-        tokens[settled] = gumbel_choice(allowed[is_settled], ids[is_settled], keys[settled])
-        pending = pending[~is_settled]
-        width = min(vocab_size, width * _WIDTH_STEP)
-    return tokens
-
-
-def _threshold(scaled: Tensor, values: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
-    """The smallest allowed value [r, 1], or the smallest of `values` (the largest in order) when it lies beyond."""
-    width = values.shape[1]
-    has_k = (top_ks > 0) & (top_ks < scaled.shape[1])
-    kth = values.gather(1, (top_ks.clamp(1, width) - 1)[:, None])
-    kth = torch.where(has_k[:, None], kth, -torch.inf)
-    kept = torch.where(values < kth, 0.0, values.exp()).double()
-    whole = torch.where(has_k, kept.sum(-1), scaled.exp().sum(-1, dtype=torch.float64))
-    num_kept = (kept.cumsum(-1) < (top_ps * whole)[:, None]).sum(-1)
-    nucleus = values.gather(1, num_kept.clamp(max=width - 1)[:, None])
-    nucleus = torch.where((top_ps < 1.0)[:, None], nucleus, -torch.inf)
-    return torch.maximum(kth, nucleus)
+    """The tokens of rows without edits."""
+    return ops.draw_tokens(logits, RowChoices(*(part.to(logits.device) for part in requests.choices)))

@@ -9,11 +9,15 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from core.errors import ErrorCode, TandemError
 from gateway.metrics import GatewayMetrics
 from gateway.text_generation import TextChunk, TextGeneration
 from gateway.timing import Timing
+
+MAX_AT_ONCE = 16
+Source = AsyncGenerator[TextChunk, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +93,24 @@ class Answer:
         return sorted(choices, key=mean, reverse=True)[: self._num_kept]
 
     async def _merged(self) -> AsyncGenerator[TextChunk, None]:
-        """Chunks as they come, at most one of each choice ahead of who takes them."""
+        """Chunks as they come, at most one of each choice ahead of who takes them, and of MAX_AT_ONCE choices: one
+        request must not take all places of a tier."""
         sources = [choice.chunks() for choice in self._choices]
-        waiting = {asyncio.ensure_future(anext(source)): source for source in sources}
+        to_start = iter(sources)
+        waiting: dict[asyncio.Future[TextChunk], Source] = {}
+
+        def wait_for(source: Source | None) -> None:
+            if source is not None:
+                waiting[asyncio.ensure_future(anext(source))] = source
+
         try:
+            for source in islice(to_start, MAX_AT_ONCE):
+                wait_for(source)
             while waiting:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     source, chunk = waiting.pop(task), task.result()
-                    if not chunk.finish_reason:
-                        waiting[asyncio.ensure_future(anext(source))] = source
+                    wait_for(next(to_start, None) if chunk.finish_reason else source)
                     yield chunk
         finally:
             for task in waiting:

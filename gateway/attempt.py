@@ -309,6 +309,8 @@ class Attempt:
         """The first two tokens end stages; without a handoff the first one ends all up to the verified seal."""
         if self._is_local and self._lifetime.state is HandoffState.PENDING and self._decode is not None:
             self._report.decode_worker_id = self._decode.record.worker_id
+            if not self._report.num_cached_tokens:
+                self._report.num_cached_tokens = token.num_cached_tokens
             self._advance(HandoffState.DECODING)
             for mark in (Mark.FIRST_TOKEN, Mark.GRANTED, Mark.VERIFIED):
                 self._clock.mark(mark)

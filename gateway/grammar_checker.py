@@ -16,6 +16,7 @@ from gateway.grammar_child import CPU_LIMIT_S, HEADER, Verdict, decode_verdict, 
 ANSWER_LIMIT_S = 10.0
 """Of the clock: a child that got no processor time to spend is no fault of the form that it has."""
 START_LIMIT_S = 60.0
+ALL_CHOICES_LIMIT_S = 2 * CPU_LIMIT_S
 MAX_WAITING = 64
 MAX_REMEMBERED_CHARACTERS = 8 << 20
 _ENDS = {
@@ -35,14 +36,18 @@ class GrammarChecker:
         self._num_waiting = 0
         self._known = _Verdicts()
 
-    async def check(self, form: OutputForm) -> str:
-        """The form's grammar. Raises InvalidRequest naming its field when it has none within the limits, or the model
-        none at all; Busy when too many forms wait to be judged; EngineFailed when none can be."""
+    async def check(self, form: OutputForm, num_choices: int = 1) -> str:
+        """The form's grammar, which an engine compiles for each choice. Raises InvalidRequest naming its field when
+        it has none within the limits, or the model none at all; Busy when too many forms wait to be judged;
+        EngineFailed when none can be."""
         verdict = self._known.get(form)
         if verdict is None:
             verdict = await self._wait_turn(form)
         if verdict.error:
             raise InvalidRequest(form.field, f"{form.field}: {verdict.error}")
+        if num_choices > 1 and verdict.cpu_s * num_choices > ALL_CHOICES_LIMIT_S:
+            message = f"takes {verdict.cpu_s:.2g} s to compile, too long for {num_choices} choices"
+            raise InvalidRequest(form.field, f"{form.field}: {message}")
         return verdict.grammar
 
     async def close(self) -> None:

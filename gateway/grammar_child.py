@@ -14,6 +14,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -32,10 +33,12 @@ HEADER = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one form: its grammar, or why there is none. Of the vocabulary: nothing, or why there are no grammars."""
+    """Of one form: its grammar and the processor time that compiling it took, or why there is none. Of the
+    vocabulary: nothing, or why there are no grammars."""
 
     grammar: str = ""
     error: str = ""
+    cpu_s: float = 0.0
 
 
 def encode(message: OutputForm | Verdict) -> bytes:
@@ -48,12 +51,13 @@ def decode_verdict(body: bytes) -> Verdict:
 
 
 def judge(tokenizer: LLTokenizer, form: OutputForm) -> Verdict:
+    began_s = time.process_time()
     try:
         grammar = to_grammar(form)
         compile_grammar(tokenizer, grammar)
     except InvalidRequest as error:
         return Verdict(error=str(error))
-    return Verdict(grammar=grammar)
+    return Verdict(grammar, cpu_s=time.process_time() - began_s)
 
 
 def _serve(tokenizer: LLTokenizer, source: BinaryIO, sink: BinaryIO) -> None:

@@ -1,6 +1,7 @@
 """What clients may ask of sampling, with every field's type and range: one list for HTTP and gRPC, which spell the
 fields alike. Names and meanings are OpenAI's, and vLLM's where OpenAI has none."""
 
+import logging
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -10,6 +11,7 @@ from core.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.ask import MAX_CHOICES, MAX_STOP_LEN, MAX_STOP_STRINGS, Ask, Prompt, TextOptions
 from gateway.grammar import GUIDED, OutputForm, only_form, response_format, structured_outputs
 
+logger = logging.getLogger(__name__)
 MAX_TOKENS = 2**31 - 1
 MAX_BIASED = 1024
 MAX_BIAS = 100.0
@@ -162,6 +164,8 @@ def _check_together(ask: Ask, is_stream: bool) -> None:
 
 def validated(kind: type[Body], data: Any) -> Any:
     """`data` as `kind`. Raises InvalidRequest naming the first field at fault."""
+    if logger.isEnabledFor(logging.DEBUG) and (unknown := data.keys() - kind.model_fields.keys()):
+        logger.debug("ignored unknown fields: %s", ", ".join(sorted(map(repr, unknown)))[:1000])
     try:
         return kind.model_validate(data)
     except ValidationError as error:

@@ -188,7 +188,7 @@ class Serving:
         self._check_vocabulary("stop_token_ids", given.stop_token_ids)
         self._check_vocabulary("allowed_token_ids", given.allowed_token_ids)
         self._check_vocabulary("logit_bias", [token_id for token_id, _ in given.logit_bias])
-        grammar = await self._grammars.check(ask.form) if ask.form is not None else ""
+        grammar = await self._grammars.check(ask.form, ask.num_choices) if ask.form is not None else ""
         ends = () if ask.ignores_eos and not grammar else self.tokenizer.eos_token_ids
         return replace(
             given,

@@ -22,7 +22,8 @@ class Bodies(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
     def rope_and_cache(self, qkv: Tensor, rope: Rope, slots: TokenSlots, caches: Caches) -> Tensor: ...
     def paged_attention(self, query: Tensor, caches: Caches, ragged: Ragged, scale: float) -> Tensor: ...
-    def draw_tokens(self, logits: Tensor, temperatures: Tensor, keys: Tensor) -> Drawn: ...
+    def draw_tokens(self, logits: Tensor, choices: RowChoices) -> Drawn: ...
+    def largest_tokens(self, logits: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]: ...
 
 
 def bodies_for(x: Tensor) -> Bodies:
@@ -77,14 +78,28 @@ def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float)
     return bodies_for(query).paged_attention(query, caches, ragged, scale)
 
 
-def draw_tokens(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Drawn:
-    """logits [R, V] float32, temperatures [R] float32 (0: the largest logit), keys [R] int64 -> for each row the
-    token with the largest (logit - peak) / temperature + noise (kernels.gumbel), the lowest of equals; 0 where the
-    peak is not finite."""
+def draw_tokens(logits: Tensor, choices: RowChoices) -> Drawn:
+    """logits [R, V] float32 -> for each row the token with the largest (logit - peak) / temperature + noise
+    (kernels.gumbel), the lowest of equals, or at temperature 0 the largest logit; 0 where the peak is not finite.
+    Drawn are only the top_k largest, and of those the fewest that hold top_p of their probability; what equals the
+    smallest of them too."""
+    _check_choices(logits, choices)
+    return bodies_for(logits).draw_tokens(logits, choices)
+
+
+def largest_tokens(logits: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """logits [R, V] float32 -> values and ids int64, both [R, num_tokens]: the largest in order, of equals the lowest
+    ids first."""
     assert logits.is_contiguous() and logits.dtype is torch.float32, (logits.stride(), logits.dtype)
-    assert temperatures.shape == logits.shape[:1] and temperatures.dtype is torch.float32, temperatures
-    assert keys.shape == logits.shape[:1] and keys.dtype is torch.int64 and keys.is_contiguous(), keys
-    return bodies_for(logits).draw_tokens(logits, temperatures, keys)
+    assert 0 < num_tokens <= logits.shape[1], (num_tokens, logits.shape)
+    return bodies_for(logits).largest_tokens(logits, num_tokens)
+
+
+def _check_choices(logits: Tensor, choices: RowChoices) -> None:
+    assert logits.is_contiguous() and logits.dtype is torch.float32, (logits.stride(), logits.dtype)
+    dtypes = (torch.float32, torch.int64, torch.float64, torch.int64)
+    assert tuple(part.dtype for part in choices) == dtypes, choices
+    assert all(part.shape == logits.shape[:1] and part.is_contiguous() for part in choices), choices
 
 
 def sample_packed(logits: Tensor, choices: RowChoices) -> Tensor:
@@ -92,10 +107,7 @@ def sample_packed(logits: Tensor, choices: RowChoices) -> Tensor:
     row was finite. Where it was not, the token is 0. For GPU tensors; its twin on a CPU is engine.sampler."""
     from kernels import triton_sampling
 
-    assert logits.is_contiguous() and logits.dtype is torch.float32, (logits.stride(), logits.dtype)
-    dtypes = (torch.float32, torch.int64, torch.float64, torch.int64)
-    assert tuple(part.dtype for part in choices) == dtypes, choices
-    assert all(part.shape == logits.shape[:1] and part.is_contiguous() for part in choices), choices
+    _check_choices(logits, choices)
     return triton_sampling.sample_packed(logits, choices)
 
 

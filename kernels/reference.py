@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.gumbel import gumbel_choice
-from kernels.layouts import Caches, Drawn, Ragged, Rope, TokenSlots
+from kernels.layouts import Caches, Drawn, Ragged, Rope, RowChoices, TokenSlots
 
 QUERY_TILE = 16
 KEY_TILE = 128
@@ -55,15 +55,40 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
-def draw_tokens(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Drawn:
+def draw_tokens(logits: Tensor, choices: RowChoices) -> Drawn:
     peaks, tokens = logits.max(dim=-1)
     is_valid = torch.isfinite(peaks)
     shifted = logits - peaks[:, None]
     ids = torch.arange(logits.shape[1], device=logits.device)
-    drawn = torch.nonzero((temperatures > 0) & is_valid)[:, 0]
-    scaled = shifted[drawn] / temperatures[drawn, None]
-    tokens[drawn] = gumbel_choice(scaled, ids.expand(len(drawn), -1), keys[drawn])
+    drawn = torch.nonzero((choices.temperatures > 0) & is_valid)[:, 0]
+    own = RowChoices(*(part[drawn] for part in choices))
+    scaled = shifted[drawn] / own.temperatures[:, None]
+    allowed = scaled.masked_fill(scaled < _limits(scaled, own.top_ks, own.top_ps), -torch.inf)
+    tokens[drawn] = gumbel_choice(allowed, ids.expand(len(drawn), -1), own.keys)
     return Drawn(torch.where(is_valid, tokens, 0), peaks, shifted.exp_().sum(-1, dtype=torch.float64))
+
+
+def _limits(scaled: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+    """The smallest value [r, 1] that is allowed in each row [r, V]; -inf where all are."""
+    width = scaled.shape[1]
+    limits = torch.full_like(scaled[:, :1], -torch.inf)
+    has_k, has_p = (top_ks > 0) & (top_ks < width), top_ps < 1.0
+    rows = torch.nonzero(has_k | has_p)[:, 0]
+    if not rows.numel():
+        return limits
+    ordered = scaled[rows].sort(dim=-1, descending=True).values
+    kth = ordered.gather(1, (top_ks[rows].clamp(1, width) - 1)[:, None])
+    kth = torch.where(has_k[rows, None], kth, -torch.inf)
+    masses = torch.where(ordered < kth, 0.0, ordered.exp()).double().cumsum(-1)
+    num_before = (masses < (top_ps[rows] * masses[:, -1])[:, None]).sum(-1)
+    nucleus = ordered.gather(1, num_before.clamp(max=width - 1)[:, None])
+    limits[rows] = torch.maximum(kth, torch.where(has_p[rows, None], nucleus, -torch.inf))
+    return limits
+
+
+def largest_tokens(logits: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    return values[:, :num_tokens].contiguous(), ids[:, :num_tokens].contiguous()
 
 
 def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float) -> Tensor:

@@ -258,7 +258,7 @@ class DecodeSealVerified(_message.Message):
     def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[_types_pb2.FirstToken, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., connector: _Optional[str] = ...) -> None: ...
 
 class DecodeToken(_message.Message):
-    __slots__ = ("handoff_id", "choice", "position", "token_id", "logprob", "finish_reason", "queue_s", "num_preemptions", "top")
+    __slots__ = ("handoff_id", "choice", "position", "token_id", "logprob", "finish_reason", "queue_s", "num_preemptions", "top", "num_cached_tokens")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +268,7 @@ class DecodeToken(_message.Message):
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handoff_id: _types_pb2.HandoffId
     choice: int
     position: int
@@ -277,4 +278,5 @@ class DecodeToken(_message.Message):
     queue_s: float
     num_preemptions: int
     top: _types_pb2.TopTokens
-    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., choice: _Optional[int] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., queue_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., top: _Optional[_Union[_types_pb2.TopTokens, _Mapping]] = ...) -> None: ...
+    num_cached_tokens: int
+    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., choice: _Optional[int] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., queue_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., top: _Optional[_Union[_types_pb2.TopTokens, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.cpu.library import SUFFIXES, AttentionShape, RopeShape, exported, function, native
-from kernels.layouts import Caches, Drawn, Ragged, Rope, TokenSlots
+from kernels.layouts import Caches, Drawn, Ragged, Rope, RowChoices, TokenSlots
 
 LANES = 16
 MAX_HEAD_DIM = 512
 MAX_GROUP = 64
-_DRAW_TOKENS = (*(c_void_p,) * 6, c_int64, c_int64)
+_DRAW_TOKENS = (*(c_void_p,) * 8, c_int64, c_int64)
+_LARGEST_TOKENS = (*(c_void_p,) * 3, c_int64, c_int64, c_int64)
 
 
 def can_run(x: Tensor) -> bool:
@@ -92,10 +93,20 @@ def paged_attention(query: Tensor, caches: Caches, ragged: Ragged, scale: float)
     return output
 
 
-def draw_tokens(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Drawn:
+def draw_tokens(logits: Tensor, choices: RowChoices) -> Drawn:
     num_rows, width = logits.shape
     tokens, peaks = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
     totals = torch.empty(num_rows, dtype=torch.float64)
-    tensors = (logits, temperatures, keys, tokens, peaks, totals)
+    tensors = (logits, *choices, tokens, peaks, totals)
     exported("draw_tokens", _DRAW_TOKENS)(*(each.data_ptr() for each in tensors), num_rows, width)
     return Drawn(tokens, peaks, totals)
+
+
+def largest_tokens(logits: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    num_rows, width = logits.shape
+    values, ids = torch.empty(num_rows, num_tokens), torch.empty(num_rows, num_tokens, dtype=torch.int64)
+    tensors = (logits, values, ids)
+    exported("largest_tokens", _LARGEST_TOKENS)(
+        *(each.data_ptr() for each in tensors), num_rows, width, num_tokens
+    )
+    return values, ids

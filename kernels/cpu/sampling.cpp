@@ -1,10 +1,12 @@
 // A token for each row of logits: the largest logit, or the largest of logit / temperature + Gumbel noise, which is a
-// hash of (row key, token id). Knows nothing of torch.
+// hash of (row key, token id), among those that top_k and top_p allow. And the largest few. Knows nothing of torch.
 //
 // The same arithmetic as kernels/gumbel.py up to the rounding of the logarithms.
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
+#include <vector>
 
 #include "crew.h"
 #include "vector.h"
@@ -118,18 +120,100 @@ int64_t largest(const float *row, int64_t n, float &peak) {
     return std::isfinite(peak) ? best.index() : 0;
 }
 
-int64_t largest_with_noise(const float *row, int64_t n, float peak, float temperature, uint64_t key) {
+// Values relative to the peak are at most 0, so they are ordered as the bits of their magnitudes are; INFINITE allows all.
+constexpr int32_t INFINITE = 0x7f800000;
+
+i16 magnitudes(v16 value) { return bits(value) & 0x7fffffff; }
+
+int64_t largest_with_noise(const float *row, int64_t n, float peak, float temperature, uint64_t key, int32_t limit) {
     Best best;
     float floor = -INFINITY;
     for (int64_t at = 0; at < n; at += LANES) {
         const v16 complement = complement_of(key, at);
-        const v16 value = (load_some(row, at, n) - splat(peak)) / splat(temperature);
+        v16 value = (load_some(row, at, n) - splat(peak)) / splat(temperature);
+        value = select(splat(limit) < magnitudes(value), splat(-INFINITY), value);
         if (!any(value + noise_bound(complement) > splat(floor))) continue;
         Best::take(best, value + noise(complement), at / LANES);
         floor = max_lanes(best.value);
     }
     return best.index();
 }
+
+// How many values have magnitudes of one size, and Σ e^value of them. A bucket holds those that agree in the first
+// eleven bits: what separates two of its members is found by sorting it.
+struct Histogram {
+    static constexpr int SHIFT = 20, SIZE = 1 << (31 - SHIFT);
+    int64_t counts[SIZE] = {};
+    double masses[SIZE] = {};
+};
+
+using Member = std::pair<int32_t, float>;  // magnitude, e^value
+
+// Calls `visit(magnitude, e^value)` for each value of a row.
+template <class Visit>
+void visit_values(const float *row, int64_t n, float peak, float temperature, Visit visit) {
+    for (int64_t at = 0; at < n; at += LANES) {
+        const v16 value = (load_some(row, at, n) - splat(peak)) / splat(temperature);
+        const i16 magnitude = magnitudes(value);
+        const v16 power = exp_lanes(value);
+        const int64_t end = std::min<int64_t>(LANES, n - at);
+        for (int64_t lane = 0; lane < end; lane++) visit(magnitude[lane], power[lane]);
+    }
+}
+
+struct Draw {
+    const float *row;
+    int64_t n;
+    float peak, temperature;
+
+    // The members of a bucket that are no larger than `limit`, in order.
+    std::vector<Member> members(int bucket, int32_t limit) const {
+        std::vector<Member> found;
+        visit_values(row, n, peak, temperature, [&](int32_t magnitude, float power) {
+            if (magnitude >> Histogram::SHIFT == bucket && magnitude <= limit) found.emplace_back(magnitude, power);
+        });
+        std::sort(found.begin(), found.end());
+        return found;
+    }
+
+    // The magnitude of the smallest value allowed: the k largest are (0: all), and of those the fewest that have the
+    // part p of their mass; equals of the last one too.
+    int32_t limit(int64_t k, double p) const {
+        Histogram sizes;
+        visit_values(row, n, peak, temperature, [&](int32_t magnitude, float power) {
+            sizes.counts[magnitude >> Histogram::SHIFT]++;
+            sizes.masses[magnitude >> Histogram::SHIFT] += power;
+        });
+        int32_t most = INFINITE;
+        double whole = 0;
+        if (k > 0 && k < n) {
+            int bucket = 0;
+            for (; sizes.counts[bucket] < k; bucket++) {
+                k -= sizes.counts[bucket];
+                whole += sizes.masses[bucket];
+            }
+            const auto last = members(bucket, INFINITE);
+            most = last[k - 1].first;
+            for (const auto &[magnitude, power] : last) whole += magnitude <= most ? power : 0;
+        } else {
+            for (double mass : sizes.masses) whole += mass;
+        }
+        return p < 1 ? nucleus(sizes, p * whole, most) : most;
+    }
+
+    int32_t nucleus(const Histogram &sizes, double need, int32_t most) const {
+        const int end = most >> Histogram::SHIFT;
+        int bucket = 0;
+        for (; bucket < end && sizes.masses[bucket] < need; bucket++) need -= sizes.masses[bucket];
+        int32_t limit = most;
+        for (const auto &[magnitude, power] : members(bucket, most)) {
+            limit = magnitude;
+            need -= power;
+            if (need <= 0) break;
+        }
+        return limit;
+    }
+};
 
 // Σ e^(x - peak), in double precision after every few steps.
 double total(const float *row, int64_t n, float peak) {
@@ -146,10 +230,10 @@ double total(const float *row, int64_t n, float peak) {
 
 }  // namespace
 
-// logits [M, N], temperatures [M] (0: the largest), keys [M] -> tokens [M], peaks [M] (NaN where a logit is NaN), totals
-// [M]: Σ e^(x - peak). A row whose peak is not finite has token 0.
-extern "C" void draw_tokens(const float *logits, const float *temperatures, const int64_t *keys, int64_t *tokens,
-                            float *peaks, double *totals, int64_t M, int64_t N) {
+// logits [M, N], temperatures [M] (0: the largest), top_ks [M] (0: no limit), top_ps [M], keys [M] -> tokens [M], peaks
+// [M] (NaN where a logit is NaN), totals [M]: Σ e^(x - peak). A row whose peak is not finite has token 0.
+extern "C" void draw_tokens(const float *logits, const float *temperatures, const int64_t *top_ks, const double *top_ps,
+                            const int64_t *keys, int64_t *tokens, float *peaks, double *totals, int64_t M, int64_t N) {
     const Shift shift;
     share(M, [&](int64_t i) {
         const float *row = logits + i * N;
@@ -157,7 +241,39 @@ extern "C" void draw_tokens(const float *logits, const float *temperatures, cons
         totals[i] = NAN;
         if (!std::isfinite(peaks[i])) return;
         totals[i] = total(row, N, peaks[i]);
-        if (temperatures[i] > 0)
-            tokens[i] = largest_with_noise(row, N, peaks[i], temperatures[i], static_cast<uint64_t>(keys[i]));
+        if (!(temperatures[i] > 0)) return;
+        const bool is_limited = (top_ks[i] > 0 && top_ks[i] < N) || top_ps[i] < 1;
+        const Draw draw{row, N, peaks[i], temperatures[i]};
+        const int32_t limit = is_limited ? draw.limit(top_ks[i], top_ps[i]) : INFINITE;
+        tokens[i] =
+            largest_with_noise(row, N, peaks[i], temperatures[i], static_cast<uint64_t>(keys[i]), limit);
+    });
+}
+
+// logits [M, N], K <= N -> values [M, K], ids [M, K]: the largest, of equals the lowest ids, in that order.
+extern "C" void largest_tokens(const float *logits, float *values, int64_t *ids, int64_t M, int64_t N, int64_t K) {
+    share(M, [&](int64_t i) {
+        const float *row = logits + i * N;
+        const auto is_before = [](const std::pair<float, int64_t> &a, const std::pair<float, int64_t> &b) {
+            return a.first != b.first ? a.first > b.first : a.second < b.second;
+        };
+        std::vector<std::pair<float, int64_t>> best;  // a heap whose front is the one to go next
+        for (int64_t at = 0; at < K; at++) best.emplace_back(row[at], at);
+        std::make_heap(best.begin(), best.end(), is_before);
+        for (int64_t at = K / LANES * LANES; at < N; at += LANES) {
+            const v16 value = load_some(row, at, N);
+            if (!any(value > splat(best.front().first))) continue;
+            for (int64_t lane = std::max<int64_t>(0, K - at); lane < std::min<int64_t>(LANES, N - at); lane++) {
+                if (!(value[lane] > best.front().first)) continue;
+                std::pop_heap(best.begin(), best.end(), is_before);
+                best.back() = {value[lane], at + lane};
+                std::push_heap(best.begin(), best.end(), is_before);
+            }
+        }
+        std::sort_heap(best.begin(), best.end(), is_before);
+        for (int64_t at = 0; at < K; at++) {
+            values[i * K + at] = best[at].first;
+            ids[i * K + at] = best[at].second;
+        }
     });
 }

@@ -73,18 +73,42 @@ class ClusterUnderHarm(RuleBasedStateMachine):
         max_tokens=st.integers(1, 60),
         temperature=st.sampled_from([0.0, 0.8]),
         is_known=st.booleans(),
+        num_choices=st.sampled_from([1, 1, 1, 3]),
+        priority=st.sampled_from([0, 0, -1, 5]),
     )
-    def ask(self, num_tokens: int, max_tokens: int, temperature: float, is_known: bool) -> None:
+    def ask(
+        self,
+        num_tokens: int,
+        max_tokens: int,
+        temperature: float,
+        is_known: bool,
+        num_choices: int,
+        priority: int,
+    ) -> None:
         num_tokens = min(num_tokens, self.capacity - max_tokens - 17)
         draw = self.cluster.random.randrange
         prompt = [7 + i % 50 if is_known else draw(VOCAB) for i in range(num_tokens)]
-        params = SamplingParams(max_tokens, temperature, seed=draw(2**60), stop_token_ids=(draw(VOCAB),))
-        self.requests.append((self._spawn(prompt, params), prompt, params))
+        stop_ids = (draw(VOCAB),)
+        choices = [
+            SamplingParams(
+                max_tokens, temperature, seed=draw(2**60), stop_token_ids=stop_ids, priority=priority
+            )
+            for _ in range(num_choices)
+        ]
+        tasks = self._spawn(prompt, choices)
+        self.requests += [(task, prompt, params) for task, params in zip(tasks, choices, strict=True)]
         self.advance(0.0)
 
-    def _spawn(self, prompt: list[int], params: SamplingParams) -> asyncio.Task[list[int]]:
-        async def spawn() -> asyncio.Task[list[int]]:
-            return asyncio.create_task(self.cluster.ask(prompt, params))
+    def _spawn(self, prompt: list[int], choices: list[SamplingParams]) -> list[asyncio.Task[list[int]]]:
+        async def refuse(error: TandemError) -> list[int]:
+            raise error
+
+        async def spawn() -> list[asyncio.Task[list[int]]]:
+            try:
+                generations = self.cluster.begin(prompt, choices)
+            except TandemError as error:
+                return [asyncio.create_task(refuse(error)) for _ in choices]
+            return [asyncio.create_task(self.cluster.take(generation)) for generation in generations]
 
         return self.runner.run(spawn())
 

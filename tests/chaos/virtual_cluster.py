@@ -33,7 +33,7 @@ from engine.worker_loop import report, step_or_fail
 from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest
 from gateway.metrics import GatewayMetrics
-from gateway.orchestrator import Orchestrator
+from gateway.orchestrator import Generation, Orchestrator
 from kv_transfer.base import Identity, TransferOptions
 from kv_transfer.connectors import create_receivers
 from kv_transfer.faults import Faults, create_faulty_senders
@@ -239,12 +239,20 @@ class VirtualCluster:
     def resume(self, name: str) -> None:
         self.workers[name].engine.running.set()
 
-    async def ask(
-        self, prompt_ids: Sequence[int], params: SamplingParams, deadline_s: float = 120.0
-    ) -> list[int]:
-        """The tokens of one request. Raises the typed error that ended it."""
-        request = GenerationRequest(tuple(prompt_ids), params, (), deadline_s)
-        tokens = self.orchestrator.begin([request])[0].tokens()
+    def begin(
+        self, prompt_ids: Sequence[int], choices: Sequence[SamplingParams], deadline_s: float = 120.0
+    ) -> list[Generation]:
+        """The choices of one prompt. Raises the typed error that refused them."""
+        leader = GenerationRequest(tuple(prompt_ids), choices[0], (), deadline_s)
+        followers = [
+            GenerationRequest(tuple(prompt_ids), params, (), deadline_s, leader=leader)
+            for params in choices[1:]
+        ]
+        return self.orchestrator.begin([leader, *followers])
+
+    async def take(self, generation: Generation) -> list[int]:
+        """The tokens of one choice. Raises the typed error that ended it."""
+        tokens = generation.tokens()
         try:
             return [token.token_id async for token in tokens]
         finally:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
+import torch
 
 TIMEOUT_S = 60
 
@@ -134,3 +136,17 @@ async def test_the_gateway_process_has_no_torch(tiny_model, tmp_path):
         maps = await asyncio.to_thread(Path(f"/proc/{addresses['pids'][-1]}/maps").read_text)
         assert "torch" not in maps
         assert "tokenizers" in maps
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+async def test_what_an_engine_finds_missing_as_it_loads_ends_everything_with_one_line(tiny_model, tmp_path):
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "tandem.cli", "serve", str(tiny_model), "--device", "cuda"]
+    with log.open("wb") as sink:
+        process = await asyncio.create_subprocess_exec(
+            *command, "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", stdout=sink, stderr=sink
+        )
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await process.wait() == 2
+    assert "torch finds no GPU here" in log.read_text()
+    assert "Traceback" not in log.read_text()

@@ -66,6 +66,10 @@ def by_definition(
     return changed
 
 
+def norms(logits: torch.Tensor) -> torch.Tensor:
+    return logits.double().logsumexp(-1)
+
+
 def ruled(params: SamplingParams, prompt: list[int], output: list[int]) -> RuledRow:
     return RuledRow(LogitRules(params), [*prompt, *output], len(prompt))
 
@@ -138,14 +142,15 @@ def test_log_probabilities_are_of_the_model_whatever_the_parameters():
 
 def test_likeliest_are_as_many_as_each_row_asks_for():
     logits = random_logits(3)
-    tops = likeliest(logits, np.array([2, 0, VOCAB + 5]))
+    tops = likeliest(logits, np.array([2, 0, VOCAB + 5]), norms(logits))
     assert set(tops) == {0, 2}
     assert len(tops[0]) == 2 and len(tops[2]) == VOCAB
-    assert tops[0] == likeliest(logits[:1], np.array([2]))[0]
+    assert tops[0] == likeliest(logits[:1], np.array([2]), norms(logits[:1]))[0]
 
 
 def test_of_equal_tokens_the_lowest_comes_first():
-    assert [token for token, _ in likeliest(torch.zeros(1, 4), np.array([4]))[0]] == [0, 1, 2, 3]
+    logits = torch.zeros(1, 4)
+    assert [token for token, _ in likeliest(logits, np.array([4]), norms(logits))[0]] == [0, 1, 2, 3]
 
 
 def test_only_what_changes_logits_says_so():

@@ -242,6 +242,14 @@ async def beat(gaps: list[float]) -> None:
         last_s = now_s
 
 
+async def test_what_every_choice_compiles_again_may_not_take_too_long_together(checker):
+    form = choice("f", [f"{index:05}" for index in range(10_000)])
+    grammar = await checker.check(form)
+    assert grammar == await checker.check(form, 2)
+    with pytest.raises(InvalidRequest, match="too long for 1000000 choices"):
+        await checker.check(form, 10**6)
+
+
 async def test_a_verdict_is_remembered_whatever_the_field_is_called(checker):
     good, bad = regex("f", "a+"), regex("f", "[")
     first = await checker.check(good)

@@ -1,6 +1,7 @@
 """A generation from prompt to last chunk: retries, stops, early ends, and what is counted of them."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from core.errors import (
     WorkerLost,
 )
 from core.sampling import SamplingParams
-from gateway.answer import Answer
+from gateway.answer import MAX_AT_ONCE, Answer
 from gateway.ask import Ask, Prompt, TextOptions
 from gateway.fleet import Fleet
 from gateway.orchestrator import MAX_ATTEMPTS
@@ -22,7 +23,7 @@ from gateway.text_generation import TextChunk
 from proto import convert
 from proto import session_pb2 as pb
 from proto import types_pb2 as types
-from tests.gateway.peers import LIMIT_S
+from tests.gateway.peers import LIMIT_S, Worker
 
 GREEDY = SamplingParams(1, temperature=0.0)
 ASK = Ask("m", (Prompt("prompt", text="hello"),), 8, GREEDY)
@@ -254,3 +255,64 @@ async def test_workers_that_vanish_between_admission_and_routing_are_lost_ones(s
     fleet._registered = set()
     with pytest.raises(WorkerLost):
         await collect(generation)
+
+
+async def next_of(workers: list[Worker], kind: str) -> Any:
+    """The next command of that kind that reaches any of them; others are passed over."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            for worker in workers:
+                while not worker.commands.empty():
+                    command = worker.commands.get_nowait()
+                    if command.WhichOneof("command") == kind:
+                        return worker, getattr(command, kind)
+            await asyncio.sleep(0.005)
+
+
+def emit_only_token(prefill: Worker, start: pb.PrefillStart, text: str) -> None:
+    """The started prompt is computed, and its first token ends the choice."""
+    token = types.FirstToken(token_id=ord(text), finish_reason=convert.FINISH_REASONS["length"])
+    prefill.emit(first_token=pb.PrefillFirstToken(handoff_id=start.handoff_id, first_tokens=[token]))
+
+
+async def test_of_many_choices_only_some_run_at_a_time_and_the_next_begins_when_one_ends(served):
+    num_choices = MAX_AT_ONCE + 3
+    ask = Ask("m", (Prompt("prompt", text="x"),), 1, n=num_choices, best_of=num_choices)
+    whole = asyncio.create_task((await served.serving.prepare(ask)).whole())
+    for _ in range(num_choices):
+        prefill, start = await next_of(served.rig.prefill, "start")
+        assert len(served.serving.orchestrator.live) <= MAX_AT_ONCE
+        prefill.emit(started=pb.PrefillStarted(handoff_id=start.handoff_id))
+        emit_only_token(prefill, start, "a")
+    assert ["".join(chunk.text for chunk in chunks) for chunks in await whole] == ["a"] * num_choices
+    assert served.outcomes() == {"length": 1}
+
+
+async def test_a_follower_waits_for_its_leaders_blocks_and_goes_where_they_are(served):
+    ask = Ask("m", (Prompt("prompt", text="hello" * 20),), 8, GREEDY, n=2, best_of=2)
+    whole = asyncio.create_task((await served.serving.prepare(ask)).whole())
+    decode = await served.to_decode("a", served.rig.decode[0])
+    leader = served.handoff_id
+    prefill, start = await next_of(served.rig.prefill, "start")
+    assert start.handoff_id.request_id != leader.request_id
+    prefill.emit(started=pb.PrefillStarted(handoff_id=start.handoff_id))
+    _, reserve = await next_of([decode], "reserve")
+    assert reserve.handoff_id == start.handoff_id
+    served.emit(decode, "b", "length")
+    emit_only_token(prefill, start, "c")
+    texts = ["".join(chunk.text for chunk in chunks) for chunks in await whole]
+    assert texts == ["ab", "c"]
+
+
+async def test_a_choice_that_fails_ends_the_others(served):
+    ask = Ask("m", (Prompt("prompt", text="hello"),), 8, GREEDY, n=2, best_of=2)
+    whole = asyncio.create_task((await served.serving.prepare(ask)).whole())
+    decode = await served.to_decode("a", served.rig.decode[0])
+    prefill, start = await next_of(served.rig.prefill, "start")
+    error = types.Error(code="engine_error", message="no")
+    prefill.emit(failed=pb.Failed(handoff_id=start.handoff_id, error=error))
+    with pytest.raises(EngineFailed):
+        await whole
+    await next_of([decode], "abort")
+    assert served.outcomes() == {"engine_error": 1}
+    assert not served.serving.orchestrator.live

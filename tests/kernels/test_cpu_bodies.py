@@ -7,7 +7,7 @@ import torch
 
 from kernels import reference
 from kernels.cpu import bodies as native
-from kernels.layouts import Caches, Ragged, TokenSlots
+from kernels.layouts import Caches, Ragged, RowChoices, TokenSlots
 
 pytestmark = pytest.mark.skipif(not native.can_run(torch.empty(0)), reason="no C++ compiler on this machine")
 
@@ -148,18 +148,41 @@ def test_offsets_past_two_to_the_31_elements(rope_case):
     assert torch.equal(far, native.paged_attention(query, near_caches, moved, 0.125))
 
 
+def choices_of(num_rows, temperatures=(1.0,), top_ks=(0,), top_ps=(1.0,)):
+    """Each list repeated over the rows."""
+    keys = torch.randint(-(2**62), 2**62, (num_rows,), generator=torch.Generator().manual_seed(1))
+    rows = torch.arange(num_rows)
+    return RowChoices(
+        torch.tensor(temperatures)[rows % len(temperatures)],
+        torch.tensor(top_ks)[rows % len(top_ks)],
+        torch.tensor(top_ps, dtype=torch.float64)[rows % len(top_ps)],
+        keys,
+    )
+
+
 @pytest.mark.parametrize("width", [1, 7, 16, 1000, 49152])
-def test_draw_tokens(width):
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(60, width, generator=generator) * 5
+@pytest.mark.parametrize("scale", [0.0, 0.1, 5.0])
+def test_draw_tokens(width, scale):
+    logits = torch.randn(140, width, generator=torch.Generator().manual_seed(0)) * scale
     logits[:, ::3] = -torch.inf
     logits[:, -1] = 1.0
-    keys = torch.randint(-(2**62), 2**62, (60,), generator=generator)
-    temperatures = torch.tensor([0.0, 1.0, 0.5, 30.0]).repeat(15)
-    found, expected = (body.draw_tokens(logits, temperatures, keys) for body in (native, reference))
+    choices = choices_of(
+        140, (0.0, 1.0, 0.5, 30.0), (0, 1, 5, 900, 10**9), (1.0, 0.9, 0.2, 1e-9, 0.999, 1.0, 0.5)
+    )
+    found, expected = (body.draw_tokens(logits, choices) for body in (native, reference))
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.peaks, expected.peaks)
     torch.testing.assert_close(found.totals, expected.totals, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+@pytest.mark.parametrize(("width", "num_tokens"), [(1, 1), (40, 40), (40, 3), (1000, 17), (49152, 20)])
+def test_largest_tokens(scale, width, num_tokens):
+    logits = (torch.randn(9, width, generator=torch.Generator().manual_seed(0)) * scale).round()
+    logits[3] = -torch.inf
+    found, expected = (body.largest_tokens(logits, num_tokens) for body in (native, reference))
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
 
 
 @pytest.mark.parametrize("body", [native, reference])
@@ -170,8 +193,7 @@ def test_draw_tokens_of_equals_is_the_lowest_and_what_is_not_finite_is_told(body
     logits[1, 3] = torch.nan
     logits[2, 99] = torch.inf
     logits[4, 99] = -1.0
-    keys = torch.arange(5)
-    drawn = body.draw_tokens(logits, torch.full((5,), temperature), keys)
+    drawn = body.draw_tokens(logits, choices_of(5, (temperature,)))
     assert drawn.tokens[0] in ([37] if temperature == 0.0 else [37, 75])
     assert drawn.tokens[1:].tolist() == [0, 0, 0, 99]
     assert torch.isfinite(drawn.peaks).tolist() == [True, False, False, False, True]

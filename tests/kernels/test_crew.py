@@ -26,12 +26,14 @@ if core is not None:
 import torch
 torch.set_num_threads(1)
 from kernels.cpu import bodies, crew
+from kernels.layouts import RowChoices
 crew.start_crew(num_threads, borrowed)
 generator = torch.Generator().manual_seed(0)
 logits = torch.randn(48, 49152, generator=generator) * 3
 keys = torch.randint(-(2**62), 2**62, (48,), generator=generator)
 temperatures = torch.tensor([0.0, 1.0, 0.7]).repeat(16)
-drawn = [bodies.draw_tokens(logits, temperatures, keys) for _ in range(30)]
+choices = RowChoices(temperatures, torch.zeros_like(keys), torch.ones(48, dtype=torch.float64), keys)
+drawn = [bodies.draw_tokens(logits, choices) for _ in range(30)]
 assert all(torch.equal(a, b) for other in drawn for a, b in zip(other, drawn[0]))
 print(json.dumps([drawn[0].tokens.tolist(), drawn[0].totals.tolist(), crew.counts().helped]))
 """
