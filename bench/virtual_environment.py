@@ -29,7 +29,14 @@ def install(directory: Path, environment: Environment) -> Path:
         return python
     try:
         _run(sys.executable, "-m", "venv", "--clear", str(directory))
-        _run(str(python), "-m", "pip", "install", *_wheels_but(environment.from_source), *environment.requirements)
+        _run(
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            *_wheels_but(environment.from_source),
+            *environment.requirements,
+        )
         if environment.unused:
             _run(str(python), "-m", "pip", "uninstall", "--yes", *environment.unused)
     except (OSError, subprocess.SubprocessError) as error:

@@ -5,6 +5,7 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
@@ -15,8 +16,10 @@ from starlette.routing import Route
 
 from core.errors import Busy, EngineFailed, InvalidRequest, TandemError, Unavailable
 from gateway.answer import Answer
+from gateway.body_parser import BodyParser
 from gateway.openai_objects import ChatShape, CompletionShape, Envelope, Shape, error_object, http_status
 from gateway.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from gateway.sampling_fields import Body
 from gateway.serving import Serving
 from gateway.static_page import page_routes
 from gateway.text_generation import TextChunk
@@ -35,6 +38,7 @@ class HttpFront:
     def __init__(self, serving: Serving, max_body_bytes: int) -> None:
         self._serving = serving
         self._max_body_bytes = max_body_bytes
+        self._bodies = BodyParser()
         self.app = Starlette(
             routes=[
                 Route("/v1/models", self.models),
@@ -55,6 +59,9 @@ class HttpFront:
             exception_handlers={TandemError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
         )
 
+    async def close(self) -> None:
+        await self._bodies.close()
+
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, CompletionBody, CompletionShape)
 
@@ -62,7 +69,7 @@ class HttpFront:
         return await self._generate(request, ChatBody, ChatShape)
 
     async def tokenize(self, request: Request) -> Response:
-        body: TokenizeBody = parse_body(await self._read(request), TokenizeBody)
+        body: TokenizeBody = await self._parse(request, TokenizeBody)
         if body.model is not None:
             self._serving.check_model(body.model)
         ids = await self._serving.tokenize(body.to_prompt())
@@ -70,7 +77,7 @@ class HttpFront:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": length})
 
     async def detokenize(self, request: Request) -> Response:
-        body: DetokenizeBody = parse_body(await self._read(request), DetokenizeBody)
+        body: DetokenizeBody = await self._parse(request, DetokenizeBody)
         if body.model is not None:
             self._serving.check_model(body.model)
         return JSONResponse({"prompt": await self._serving.detokenize(body.tokens)})
@@ -115,6 +122,10 @@ class HttpFront:
         names = {"model": self._serving.model_id, "grpc": self._serving.grpc_address}
         return JSONResponse({**names, "workers": workers, "requests": live})
 
+    async def _parse(self, request: Request, kind: type[Body]) -> Any:
+        """The body as `kind`. Raises InvalidRequest, or what reading it raises."""
+        return await self._bodies.parse(await self._read(request), partial(parse_body, kind=kind))
+
     async def _read(self, request: Request) -> bytes:
         """The body, bounded in bytes and time. Raises HTTPException 413, 408, or 499 when the client left."""
         try:
@@ -138,7 +149,7 @@ class HttpFront:
     async def _generate(
         self, request: Request, kind: type[CompletionBody | ChatBody], shape: type[Shape]
     ) -> Response:
-        body: CompletionBody | ChatBody = parse_body(await self._read(request), kind)
+        body: CompletionBody | ChatBody = await self._parse(request, kind)
         ask = body.ask(_request_id(request))
         answer = await self._serving.prepare(ask)
         envelope = Envelope(shape(self._serving.tokenizer, ask), answer, self._serving.model_id)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -51,6 +52,8 @@ async def serve(config: GatewayConfig) -> int:
     serving = Serving(model_id, tokenizer, fleet, orchestrator, metrics, grammars, config.request_timeout_s)
     loops = {"discovery": fleet.run, "handoff rows": rows.run}
     background = [asyncio.create_task(keep_running(name, loop)) for name, loop in loops.items()]
+    gc.collect()
+    gc.freeze()  # nothing that was loaded is looked at again: a full collection would hold everybody up for it
     try:
         await _run_fronts(config, serving, listener)
     finally:
@@ -90,6 +93,7 @@ async def _run_fronts(config: GatewayConfig, serving: Serving, listener: socket.
     announced.cancel()
     http.should_exit = True
     await asyncio.gather(rpc.stop(STOP_S), serving_http)
+    await front.close()
 
 
 async def _announce(

@@ -6,7 +6,7 @@ Ask ──prepare()──► Answer ──chunks()──► TextChunk ... TextCh
 import asyncio
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from core.block_hash import hash_chain
@@ -77,7 +77,7 @@ class Serving:
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """Off the event loop. Raises InvalidRequest naming the prompt's field."""
         if prompt.token_ids is not None:
-            return self._check_ids(prompt)
+            return self._check_ids(prompt, prompt.token_ids)
         self._check_len(prompt)
         if prompt.messages is not None:
             ids = await asyncio.to_thread(self.tokenizer.encode_chat, prompt.messages)
@@ -88,7 +88,12 @@ class Serving:
         return ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Control tokens included. Raises InvalidRequest for an id outside the vocabulary."""
+        """Control tokens included. Raises InvalidRequest for an id outside the vocabulary, or more than the context
+        holds."""
+        if len(token_ids) > self.context_len:
+            raise InvalidRequest(
+                "tokens", f"{len(token_ids)} tokens are more than the context's {self.context_len}"
+            )
         self._check_vocabulary("tokens", token_ids)
         return await asyncio.to_thread(self.tokenizer.decode, token_ids, skips_special_tokens=False)
 
@@ -115,14 +120,8 @@ class Serving:
         return Answer(choices, [len(prompt.ids) for prompt in prompts], ask.n, self.metrics)
 
     async def _prepare_prompt(self, ask: Ask, prompt: Prompt) -> "PreparedPrompt":
-        context_len = self.context_len
         ids = await self.tokenize(prompt)
-        room = context_len - len(ids)
-        if room < 1:
-            message = (
-                f"the prompt has {len(ids)} tokens; with at least 1 of output the limit is {context_len}"
-            )
-            raise InvalidRequest(prompt.field, message)
+        room = self._check_room(prompt, ids)
         chain = await asyncio.to_thread(hash_chain, ids, self.fleet.fingerprint)
         default = room if prompt.messages is not None else DEFAULT_MAX_TOKENS
         max_tokens = default if ask.max_tokens is None else ask.max_tokens
@@ -174,12 +173,22 @@ class Serving:
             )
             raise InvalidRequest(prompt.field, message)
 
-    def _check_ids(self, prompt: Prompt) -> list[int]:
-        ids = list(prompt.token_ids or ())
+    def _check_ids(self, prompt: Prompt, ids: Sequence[int]) -> list[int]:
         if not ids:
             raise InvalidRequest(prompt.field, "the prompt is empty")
+        self._check_room(prompt, ids)
         self._check_vocabulary(prompt.field, ids)
-        return ids
+        return list(ids)
+
+    def _check_room(self, prompt: Prompt, ids: Sequence[int]) -> int:
+        """How many tokens may follow. Raises InvalidRequest when not even one may."""
+        room = self.context_len - len(ids)
+        if room < 1:
+            message = (
+                f"the prompt has {len(ids)} tokens; with at least 1 of output the limit is {self.context_len}"
+            )
+            raise InvalidRequest(prompt.field, message)
+        return room
 
     async def _sampling(self, ask: Ask) -> SamplingParams:
         """Raises InvalidRequest naming the field with an id outside the vocabulary, or a form that has no grammar.
@@ -200,9 +209,12 @@ class Serving:
             else (),
         )
 
-    def _check_vocabulary(self, field: str, token_ids: Iterable[int]) -> None:
+    def _check_vocabulary(self, field: str, token_ids: Sequence[int]) -> None:
         limit = self.vocab_size
-        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < limit), None)
+        wrong = next(
+            (end for end in (min(token_ids, default=0), max(token_ids, default=0)) if not 0 <= end < limit),
+            None,
+        )
         if wrong is not None:
             raise InvalidRequest(field, f"token id {wrong} is outside the vocabulary [0, {limit})")
 
