@@ -334,7 +334,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.pool.release(self.detach(sequence))
         sequence.num_computed = 0
-        sequence.scores.clear()
+        if sequence.is_scored:
+            sequence.scores.clear()
         sequence.num_preemptions += 1
         sequence.num_forced += sequence.credit > 0
         sequence.waits_since_s = self.clock()

@@ -171,6 +171,10 @@ SPECIAL = {
     "a prompt of many chunks": Asked(
         SamplingParams(3, temperature=0.0, num_prompt_logprobs=3), [(7 * i) % 256 for i in range(400)]
     ),
+    "a temperature that is almost none": Asked(SamplingParams(6, temperature=1e-12, num_logprobs=1)),
+    "a nucleus of one token": Asked(SamplingParams(6, temperature=2.0, top_p=1e-9)),
+    "more candidates than tokens": Asked(SamplingParams(6, temperature=2.0, top_k=10**9)),
+    "only the likeliest": Asked(SamplingParams(6, temperature=2.0, min_p=1.0)),
     "penalties on what the prompt has": Asked(
         SamplingParams(
             12, temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5

@@ -44,6 +44,25 @@ def test_more_output_than_the_pool_holds_at_once_is_still_right(llm, oracle):
     assert [completion.token_ids for completion in completions] == [oracle(p, max_tokens=90) for p in prompts]
 
 
+def test_what_parameters_make_of_the_tokens_so_far_outlives_preemption(llm, one_process):
+    prompts = prompts_of(40, 41, 42, 43, 44)
+    params = SamplingParams(
+        90,
+        seed=3,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        repetition_penalty=1.2,
+        bad_words=((7, 8), (9,)),
+        min_tokens=90,
+        stop_token_ids=(11,),
+        num_prompt_logprobs=1,
+    )
+    completions = llm.generate(prompts, params)
+    expected = [one_process(prompt, params) for prompt in prompts]
+    assert [done.token_ids for done in completions] == [alone.token_ids for alone in expected]
+    assert [done.prompt_scores for done in completions] == [alone.prompt_scores for alone in expected]
+
+
 def test_each_prompt_may_have_its_own_parameters(llm, oracle):
     prompts = prompts_of(20, 20)
     seeded = SamplingParams(8, temperature=0.8, seed=11)
