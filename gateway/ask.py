@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from core.sampling import SamplingParams
+from gateway.chat import Chat
 from gateway.grammar import OutputForm
 
 MAX_CHOICES = 128
@@ -12,21 +13,23 @@ MAX_STOP_LEN = 256
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Exactly one of text, messages and ids. `field` is what the client called it, for errors."""
+    """Exactly one of text, chat and ids. `field` is what the client called it, for errors."""
 
     field: str
     text: str | None = None
-    messages: tuple[dict[str, str], ...] | None = None
+    chat: Chat | None = None
     token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How tokens become text. `stop` strings end it, and are part of it only with `includes_stop`."""
+    """How tokens become text. `stop` strings end it, and are part of it only with `includes_stop`; with `tells_calls`
+    the tokens that surround calls of functions are part of it, special or not."""
 
     stop: tuple[str, ...] = ()
     includes_stop: bool = False
     skips_special_tokens: bool = True
+    tells_calls: bool = False
 
 
 PLAIN = TextOptions()

@@ -29,12 +29,13 @@ _NO_OPTIONS = re.compile(r"(?m)^\s*%llguidance\s*\{\s*\}\s*$")
 
 class FormKind(StrEnum):
     """JSON_SCHEMA: a JSON value of that schema. REGEX: the whole output matches. CHOICE: one of the texts.
-    GRAMMAR: Lark (llguidance's) from `start`, or EBNF (GBNF) from `root`."""
+    GRAMMAR: Lark (llguidance's) from `start`, or EBNF (GBNF) from `root`. RULES: Lark that the gateway wrote."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    RULES = "rules"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,12 @@ def regex(field: str, pattern: object) -> OutputForm:
 def grammar(field: str, rules: object) -> OutputForm:
     """Raises InvalidRequest."""
     return OutputForm(field, FormKind.GRAMMAR, _text(field, rules))
+
+
+def own_rules(field: str, rules: str) -> OutputForm:
+    """The gateway's own, in which a client wrote nothing but schemas. Raises InvalidRequest."""
+    check_size(field, rules)
+    return OutputForm(field, FormKind.RULES, rules)
 
 
 def choice(field: str, texts: object) -> OutputForm:
@@ -169,6 +176,8 @@ def to_grammar(form: OutputForm) -> str:
             return lark("start: " + " | ".join(map(json.dumps, json.loads(form.text))))
         case FormKind.GRAMMAR:
             return lark(_rules(form))
+        case FormKind.RULES:
+            return lark(form.text)
 
 
 def _rules(form: OutputForm) -> str:

@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,10 +15,15 @@ from starlette.routing import Route
 
 from core.errors import Busy, EngineFailed, InvalidRequest, TandemError, Unavailable
 from gateway.answer import Answer
+from gateway.ask import Ask
 from gateway.body_parser import BodyParser
-from gateway.openai_objects import ChatShape, CompletionShape, Envelope, Shape, error_object, http_status
+from gateway.chat_objects import ChatShape
+from gateway.event_streams import StreamWishes, choice_events, response_events
+from gateway.json_text import large_json
+from gateway.openai_objects import CompletionShape, Envelope, Json, Shape, error_object, http_status
 from gateway.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
-from gateway.sampling_fields import Body
+from gateway.responses_objects import ResponseWriter
+from gateway.responses_schema import UNSUPPORTED, ResponsesBody
 from gateway.serving import Serving
 from gateway.static_page import page_routes
 from gateway.text_generation import TextChunk
@@ -35,16 +39,17 @@ BODY_TIMEOUT_S = 30.0
 class HttpFront:
     """The handlers. `app` is the ASGI application."""
 
-    def __init__(self, serving: Serving, max_body_bytes: int) -> None:
+    def __init__(self, serving: Serving, bodies: BodyParser, max_body_bytes: int) -> None:
         self._serving = serving
         self._max_body_bytes = max_body_bytes
-        self._bodies = BodyParser()
+        self._bodies = bodies
         self.app = Starlette(
             routes=[
                 Route("/v1/models", self.models),
                 Route("/v1/models/{model:path}", self.model),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/responses", self.responses, methods=["POST"]),
                 Route("/v1/tokenize", self.tokenize, methods=["POST"]),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/v1/detokenize", self.detokenize, methods=["POST"]),
@@ -59,17 +64,28 @@ class HttpFront:
             exception_handlers={TandemError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
         )
 
-    async def close(self) -> None:
-        await self._bodies.close()
-
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, CompletionBody, CompletionShape)
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, ChatBody, ChatShape)
 
+    async def responses(self, request: Request) -> Response:
+        parse = partial(parse_body, kind=ResponsesBody, unsupported=UNSUPPORTED)
+        body, ask = await self._asked(request, parse)
+        answer = await self._serving.prepare(ask)
+        writer = ResponseWriter(answer, body, self._serving.model_id)
+        headers = {REQUEST_ID_HEADER: ask.client_request_id or answer.request_id}
+        wants_timing = TIMING_HEADER in request.headers
+        if body.stream:
+            events = partial(response_events, writer=writer, wants_timing=wants_timing)
+            return await _stream(request, answer, headers, events)
+        (only_choice,) = await _unless_gone(request, answer.whole())
+        timing = writer.timing if wants_timing else None
+        return await _whole(partial(writer.whole, only_choice), timing, headers)
+
     async def tokenize(self, request: Request) -> Response:
-        body: TokenizeBody = await self._parse(request, TokenizeBody)
+        body: TokenizeBody = await self._parse(request, partial(parse_body, kind=TokenizeBody))
         if body.model is not None:
             self._serving.check_model(body.model)
         ids = await self._serving.tokenize(body.to_prompt())
@@ -77,7 +93,7 @@ class HttpFront:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": length})
 
     async def detokenize(self, request: Request) -> Response:
-        body: DetokenizeBody = await self._parse(request, DetokenizeBody)
+        body: DetokenizeBody = await self._parse(request, partial(parse_body, kind=DetokenizeBody))
         if body.model is not None:
             self._serving.check_model(body.model)
         return JSONResponse({"prompt": await self._serving.detokenize(body.tokens)})
@@ -122,9 +138,13 @@ class HttpFront:
         names = {"model": self._serving.model_id, "grpc": self._serving.grpc_address}
         return JSONResponse({**names, "workers": workers, "requests": live})
 
-    async def _parse(self, request: Request, kind: type[Body]) -> Any:
-        """The body as `kind`. Raises InvalidRequest, or what reading it raises."""
-        return await self._bodies.parse(await self._read(request), partial(parse_body, kind=kind))
+    async def _asked(self, request: Request, parse: Callable[[bytes], Any]) -> tuple[Any, Ask]:
+        """The body as `parse` makes it, and what it asks for. Raises InvalidRequest, or what reading it raises."""
+        ask = partial(_body_and_ask, parse=parse, client_request_id=_request_id(request))
+        return await self._parse(request, ask)
+
+    async def _parse(self, request: Request, parse: Callable[[bytes], Result]) -> Result:
+        return await self._bodies.parse(await self._read(request), parse)
 
     async def _read(self, request: Request) -> bytes:
         """The body, bounded in bytes and time. Raises HTTPException 413, 408, or 499 when the client left."""
@@ -149,19 +169,18 @@ class HttpFront:
     async def _generate(
         self, request: Request, kind: type[CompletionBody | ChatBody], shape: type[Shape]
     ) -> Response:
-        body: CompletionBody | ChatBody = await self._parse(request, kind)
-        ask = body.ask(_request_id(request))
+        body, ask = await self._asked(request, partial(parse_body, kind=kind))
         answer = await self._serving.prepare(ask)
         envelope = Envelope(shape(self._serving.tokenizer, ask), answer, self._serving.model_id)
         headers = {REQUEST_ID_HEADER: ask.client_request_id or answer.request_id}
         wants_timing = TIMING_HEADER in request.headers
         if body.stream:
             wishes = StreamWishes(body.wants_usage, body.wants_running_usage, wants_timing)
-            return await _stream(request, answer, ask.num_choices, envelope, wishes, headers)
-        whole = envelope.whole(await _unless_gone(request, answer.whole()))
-        if wants_timing:
-            whole["timing"] = envelope.timing()
-        return JSONResponse(whole, headers=headers)
+            events = partial(choice_events, num_choices=ask.num_choices, envelope=envelope, wishes=wishes)
+            return await _stream(request, answer, headers, events)
+        choices = await _unless_gone(request, answer.whole())
+        timing = envelope.timing if wants_timing else None
+        return await _whole(partial(envelope.whole, choices), timing, headers)
 
     def _model_object(self) -> dict[str, Any]:
         model: dict[str, Any] = {
@@ -173,6 +192,23 @@ class HttpFront:
         with contextlib.suppress(Unavailable):
             model["max_model_len"] = self._serving.context_len
         return model
+
+
+def _body_and_ask(raw: bytes, parse: Callable[[bytes], Any], client_request_id: str) -> tuple[Any, Ask]:
+    body = parse(raw)
+    return body, body.ask(client_request_id)
+
+
+async def _whole(
+    make: Callable[[], Json], timing: Callable[[], Json] | None, headers: dict[str, str]
+) -> Response:
+    """An answer in one piece, made and written in a thread: the scores of a prompt's tokens may be many."""
+
+    def written() -> bytes:
+        return large_json(make() if timing is None else {**make(), "timing": timing()}).encode()
+
+    body = await asyncio.to_thread(written)
+    return Response(body, media_type="application/json", headers=headers)
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
@@ -197,77 +233,15 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class StreamWishes(NamedTuple):
-    """What a stream tells beside its text: usage at the end, usage all the time, timing with each choice's end."""
-
-    usage: bool
-    running_usage: bool
-    timing: bool
+Events = Callable[[TextChunk, AsyncGenerator[TextChunk, None]], AsyncIterator[bytes]]
 
 
-async def _stream(
-    request: Request,
-    answer: Answer,
-    num_choices: int,
-    envelope: Envelope,
-    wishes: StreamWishes,
-    headers: dict[str, str],
-) -> Response:
+async def _stream(request: Request, answer: Answer, headers: dict[str, str], make_events: Events) -> Response:
     """The status is decided by the first chunk: until there is one an error is a proper error answer."""
     chunks = answer.chunks()
     first = await _unless_gone(request, anext(chunks))
-    body = _events(first, chunks, num_choices, envelope, wishes)
     headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(body, media_type="text/event-stream", headers=headers)
-
-
-async def _events(
-    first: TextChunk,
-    rest: AsyncGenerator[TextChunk, None],
-    num_choices: int,
-    envelope: Envelope,
-    wishes: StreamWishes,
-) -> AsyncIterator[bytes]:
-    """Server-sent events. An error after the headers is an error event and the end, never a finish."""
-
-    def usage() -> dict[str, Any]:
-        if wishes.running_usage:
-            return envelope.usage()
-        return {"usage": None} if wishes.usage else {}
-
-    try:
-        for choice in range(num_choices):
-            if (opening := envelope.shape.opening(choice)) is not None:
-                yield _event(envelope.chunk(opening, usage()))
-        async for chunk in _with_first(first, rest):
-            part = envelope.chunk(envelope.shape.part(chunk), usage())
-            if chunk.finish_reason and wishes.timing:
-                part["timing"] = envelope.timing(chunk.choice)
-            yield _event(part)
-        if wishes.usage:
-            yield _event(envelope.chunk(None, envelope.usage()))
-        yield b"data: [DONE]\n\n"
-    except TandemError as error:
-        yield _event(error_object(error))
-    finally:
-        await _close(rest)
-
-
-async def _with_first(
-    first: TextChunk, rest: AsyncGenerator[TextChunk, None]
-) -> AsyncGenerator[TextChunk, None]:
-    yield first
-    async for chunk in rest:
-        yield chunk
-
-
-async def _close(chunks: Any) -> None:
-    """Abort what is left of a generation, also when this task is being cancelled."""
-    await chunks.aclose()
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return StreamingResponse(make_events(first, chunks), media_type="text/event-stream", headers=headers)
 
 
 def _request_id(request: Request) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from core.sampling import Top
 from core.scores import PromptScore
 from gateway.generation import OutputToken
-from gateway.text_generation import EchoedPrompt
+from gateway.text_generation import EchoedPrompt, TextChunk
 from gateway.tokenizer import TextTokenizer
 
 Json = dict[str, Any]
@@ -80,6 +80,13 @@ class CompletionLogprobs:
         if not self._tokenizer.is_control(token_id):
             self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
         return offset
+
+
+def prompt_part(tokenizer: TextTokenizer, chunk: TextChunk) -> Json:
+    """`prompt_logprobs` where they were asked for."""
+    if chunk.prompt is None or not chunk.prompt.scores:
+        return {}
+    return {"prompt_logprobs": prompt_logprobs(tokenizer, chunk.prompt)}
 
 
 def prompt_logprobs(tokenizer: TextTokenizer, prompt: EchoedPrompt) -> list[Json | None]:

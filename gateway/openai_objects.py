@@ -16,7 +16,8 @@ from core.errors import (
 )
 from gateway.answer import Answer, Usage
 from gateway.ask import Ask
-from gateway.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
+from gateway.chat_objects import ChatShape
+from gateway.logprobs import CompletionLogprobs, prompt_part
 from gateway.text_generation import TextChunk
 from gateway.tokenizer import TextTokenizer
 
@@ -39,8 +40,8 @@ class CompletionShape:
     def opening(self, choice: int) -> Json | None:
         return None
 
-    def part(self, chunk: TextChunk) -> Json:
-        return self._choice([chunk])
+    def parts(self, chunk: TextChunk) -> list[Json]:
+        return [self._choice([chunk])]
 
     def whole(self, chunks: Sequence[TextChunk]) -> Json:
         return self._choice(chunks)
@@ -62,50 +63,7 @@ class CompletionShape:
         }
 
 
-class ChatShape:
-    """/v1/chat/completions: messages and deltas; the role comes first."""
-
-    prefix = "chatcmpl"
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
-    def __init__(self, tokenizer: TextTokenizer, ask: Ask) -> None:
-        self._tokenizer = tokenizer
-        self._logprobs = ChatLogprobs(tokenizer) if ask.wants_logprobs else None
-
-    def opening(self, choice: int) -> Json | None:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def part(self, chunk: TextChunk) -> Json:
-        delta = {"content": chunk.text} if chunk.text else {}
-        return {"index": chunk.choice, "delta": delta, **self._end([chunk])}
-
-    def whole(self, chunks: Sequence[TextChunk]) -> Json:
-        text = "".join(chunk.text for chunk in chunks)
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": chunks[0].choice, "message": message, **self._end(chunks)}
-
-    def _end(self, chunks: Sequence[TextChunk]) -> Json:
-        logprobs = None
-        if self._logprobs is not None:
-            logprobs = self._logprobs.of([token for chunk in chunks for token in chunk.tokens])
-        return {
-            "logprobs": logprobs,
-            "finish_reason": chunks[-1].finish_reason or None,
-            "stop_reason": chunks[-1].stop_reason,
-            **prompt_part(self._tokenizer, chunks[0]),
-        }
-
-
 Shape = CompletionShape | ChatShape
-
-
-def prompt_part(tokenizer: TextTokenizer, chunk: TextChunk) -> Json:
-    """`prompt_logprobs` where they were asked for."""
-    if chunk.prompt is None or not chunk.prompt.scores:
-        return {}
-    return {"prompt_logprobs": prompt_logprobs(tokenizer, chunk.prompt)}
 
 
 class Envelope:

@@ -1,6 +1,7 @@
 """The bodies that OpenAI clients send, with every field's type and range. Unknown fields are ignored, as OpenAI does;
 known ones that are not supported yet are refused by name unless they ask for what happens anyway."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
@@ -8,17 +9,22 @@ from pydantic_core import from_json
 
 from core.errors import InvalidRequest
 from gateway.ask import MAX_CHOICES, Ask, Prompt
+from gateway.chat import Tools
+from gateway.message_fields import ChatFields, MessageList, NamedTool, ToolMode, choose_tools
 from gateway.sampling_fields import MAX_TOKENS, Body, NumLogprobs, SamplingFields, TokenId, validated
 
-MAX_MESSAGES = 4096
-MAX_PARTS = 4096
 MAX_PROMPT_IDS = 1 << 20
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "function_call": (None, "none"),
     "functions": (None, []),
+    "modalities": (None, ["text"]),
     "suffix": (None, ""),
-    "tools": (None, []),
     "use_beam_search": (None, False),
+    "web_search_options": (None,),
 }
 
 
@@ -84,27 +90,12 @@ class CompletionBody(_Common):
         )
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
-
-    def plain(self) -> dict[str, str]:
-        """As templates want it; `developer` is OpenAI's newer name of `system`."""
-        content = (
-            self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        )
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
-
-
-class ChatBody(_Common):
+class ChatBody(_Common, ChatFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    messages: MessageList
+    tool_choice: ToolMode | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
@@ -118,7 +109,7 @@ class ChatBody(_Common):
         self._check_stream()
         return self.to_ask(
             self.model,
-            (Prompt("messages", messages=tuple(message.plain() for message in self.messages)),),
+            (Prompt("messages", chat=self.to_chat(self.messages, self._tools())),),
             max_tokens=self.max_completion_tokens,
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             num_prompt_logprobs=self.prompt_logprobs,
@@ -126,19 +117,24 @@ class ChatBody(_Common):
             client_request_id=client_request_id,
         )
 
+    def _tools(self) -> Tools | None:
+        choice, is_parallel = self.tool_choice, self.parallel_tool_calls
+        if isinstance(choice, NamedTool):
+            return choose_tools(self.functions(), None, choice.function.name, is_parallel)
+        return choose_tools(self.functions(), choice, None, is_parallel)
 
-class TokenizeBody(Body):
-    """POST /v1/tokenize: `prompt` or `messages`."""
+
+class TokenizeBody(ChatFields):
+    """POST /v1/tokenize: `prompt`, or `messages` with what else makes a chat's prompt."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: (
-        Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None
-    ) = None
+    messages: MessageList | None = None
 
     def to_prompt(self) -> Prompt:
         if self.messages is not None:
-            return Prompt("messages", messages=tuple(message.plain() for message in self.messages))
+            tools = choose_tools(self.functions(), "auto", None, None)
+            return Prompt("messages", chat=self.to_chat(self.messages, tools))
         if self.prompt is None:
             raise InvalidRequest("prompt", "either prompt or messages is needed")
         return Prompt("prompt", text=self.prompt)
@@ -151,20 +147,23 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_PROMPT_IDS)]
 
 
-def parse_body(raw: bytes, kind: type[Body]) -> Any:
-    """The body as `kind`. Raises InvalidRequest naming the first field at fault."""
+def parse_body(
+    raw: bytes, kind: type[Body], unsupported: Mapping[str, tuple[Any, ...]] = _UNSUPPORTED
+) -> Any:
+    """The body as `kind`; fields of `unsupported` may have the values that it lists. Raises InvalidRequest naming the
+    first field at fault."""
     try:
         data = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest("body", f"the body is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequest("body", "the body is not a JSON object")
-    _refuse_unsupported(data)
+    _refuse(data, unsupported)
     return validated(kind, data)
 
 
-def _refuse_unsupported(data: dict[str, Any]) -> None:
-    for name, harmless in _UNSUPPORTED.items():
+def _refuse(data: dict[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, harmless in unsupported.items():
         if name in data and not any(_is_same(data[name], value) for value in harmless):
             raise InvalidRequest(name, f"{name} is not supported yet")
 

@@ -103,9 +103,12 @@ class SamplingFields(Body):
                 stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
                 includes_stop=bool(self.include_stop_str_in_output),
                 skips_special_tokens=self.skip_special_tokens is not False,
+                tells_calls=any(
+                    prompt.chat is not None and prompt.chat.tools is not None for prompt in prompts
+                ),
             ),
             bad_words=tuple(self.bad_words or ()),
-            form=self._form(),
+            form=only_form([form for form in self._forms() if form is not None]),
             n=self.n or 1,
             best_of=best_of or self.n or 1,
             wants_logprobs=num_logprobs is not None,
@@ -115,15 +118,14 @@ class SamplingFields(Body):
         _check_together(ask, is_stream)
         return ask
 
-    def _form(self) -> OutputForm | None:
-        """The one form that the output must take, if any. Raises InvalidRequest."""
+    def _forms(self) -> list[OutputForm | None]:
+        """That the output must take, of which there may be one. Raises InvalidRequest."""
         older = {name: getattr(self, name) for name in GUIDED}
-        forms = [
+        return [
             response_format(self.response_format),
             structured_outputs("structured_outputs", self.structured_outputs),
             *(GUIDED[name](name, value) for name, value in older.items() if value is not None),
         ]
-        return only_form([form for form in forms if form is not None])
 
     def _sampling(self, num_logprobs: int, num_prompt_logprobs: int | None) -> SamplingParams:
         """All but what depends on the model, the prompt and the seed."""

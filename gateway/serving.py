@@ -16,16 +16,22 @@ from core.sampling import SamplingParams
 from core.worker import Role
 from gateway.answer import Answer
 from gateway.ask import Ask, Prompt
+from gateway.chat import Chat
 from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest
+from gateway.grammar import OutputForm
 from gateway.grammar_checker import GrammarChecker
 from gateway.metrics import GatewayMetrics
 from gateway.orchestrator import Generation, Orchestrator
 from gateway.text_generation import TextGeneration
 from gateway.text_stream import TextStream
 from gateway.tokenizer import TextTokenizer
+from gateway.tool_calls import ToolCallParser
+from gateway.tool_grammar import tool_form
 
 DEFAULT_MAX_TOKENS = 16
+MAX_SCORES = 1 << 20
+"""Log-probabilities that one request may ask for of its prompts' tokens."""
 
 
 class Serving:
@@ -79,8 +85,8 @@ class Serving:
         if prompt.token_ids is not None:
             return self._check_ids(prompt, prompt.token_ids)
         self._check_len(prompt)
-        if prompt.messages is not None:
-            ids = await asyncio.to_thread(self.tokenizer.encode_chat, prompt.messages)
+        if prompt.chat is not None:
+            ids = await asyncio.to_thread(self.tokenizer.encode_chat, prompt.chat)
         else:
             ids = await asyncio.to_thread(self.tokenizer.encode_text, prompt.text or "")
         if not ids:
@@ -105,6 +111,7 @@ class Serving:
             self.orchestrator.check_room()
             sampling = await self._sampling(ask)
             prompts = [await self._prepare_prompt(ask, prompt) for prompt in ask.prompts]
+            _check_scores(ask, sum(len(prompt.ids) for prompt in prompts))
             allowed_s = min(self._timeout_s, math.inf if deadline_s is None else deadline_s)
             requests = self._requests(ask, sampling, prompts, allowed_s)
             generations = self.orchestrator.begin(requests)
@@ -123,9 +130,13 @@ class Serving:
         ids = await self.tokenize(prompt)
         room = self._check_room(prompt, ids)
         chain = await asyncio.to_thread(hash_chain, ids, self.fleet.fingerprint)
-        default = room if prompt.messages is not None else DEFAULT_MAX_TOKENS
+        default = room if prompt.chat is not None else DEFAULT_MAX_TOKENS
         max_tokens = default if ask.max_tokens is None else ask.max_tokens
-        return PreparedPrompt(prompt, tuple(ids), tuple(chain), max(min(max_tokens, room), 1))
+        echoed = await self._echoed(prompt, ids) if ask.echoes else None
+        return PreparedPrompt(prompt, tuple(ids), tuple(chain), max(min(max_tokens, room), 1), echoed)
+
+    async def _echoed(self, prompt: Prompt, ids: Sequence[int]) -> str:
+        return await asyncio.to_thread(self.tokenizer.decode, ids) if prompt.text is None else prompt.text
 
     def _requests(
         self, ask: Ask, sampling: SamplingParams, prompts: Sequence["PreparedPrompt"], allowed_s: float
@@ -149,23 +160,25 @@ class Serving:
     def _text_generation(
         self, ask: Ask, prompt: "PreparedPrompt", index: int, generation: Generation
     ) -> TextGeneration:
-        echoed = None
-        if ask.echoes:
-            text = prompt.asked.text
-            echoed = self.tokenizer.decode(prompt.ids) if text is None else text
         return TextGeneration(
             index,
             generation,
             TextStream(self.tokenizer, ask.text, ask.sampling.min_tokens),
             frozenset(ask.sampling.stop_token_ids),
-            echoed,
+            prompt.echoed,
             ask.max_tokens == 0,
+            self._call_parser(prompt.asked.chat),
         )
+
+    def _call_parser(self, chat: Chat | None) -> ToolCallParser | None:
+        if chat is None or chat.tools is None:
+            return None
+        tools = chat.tools
+        return ToolCallParser(self.tokenizer.tool_format, tools.callable_names, tools.allows_several)
 
     def _check_len(self, prompt: Prompt) -> None:
         """Text that cannot fit however it is cut into tokens is not worth cutting."""
-        texts = [prompt.text or ""] if prompt.messages is None else [m["content"] for m in prompt.messages]
-        num_characters = sum(map(len, texts))
+        num_characters = len(prompt.text or "") if prompt.chat is None else prompt.chat.num_characters
         limit = self.context_len * self.tokenizer.longest_token_len
         if num_characters > limit:
             message = (
@@ -197,7 +210,8 @@ class Serving:
         self._check_vocabulary("stop_token_ids", given.stop_token_ids)
         self._check_vocabulary("allowed_token_ids", given.allowed_token_ids)
         self._check_vocabulary("logit_bias", [token_id for token_id, _ in given.logit_bias])
-        grammar = await self._grammars.check(ask.form, ask.num_choices) if ask.form is not None else ""
+        form = self._form(ask)
+        grammar = await self._grammars.check(form, ask.num_choices) if form is not None else ""
         ends = () if ask.ignores_eos and not grammar else self.tokenizer.eos_token_ids
         return replace(
             given,
@@ -209,24 +223,42 @@ class Serving:
             else (),
         )
 
+    def _form(self, ask: Ask) -> OutputForm | None:
+        """With functions to call: of calls too. Raises InvalidRequest."""
+        chat = ask.prompts[0].chat if ask.prompts else None
+        if chat is None or chat.tools is None:
+            return ask.form
+        known = self.tokenizer
+        return tool_form(known.tool_format, chat.tools, ask.form, known.added_tokens, known.markup_tokens)
+
     def _check_vocabulary(self, field: str, token_ids: Sequence[int]) -> None:
         limit = self.vocab_size
-        wrong = next(
-            (end for end in (min(token_ids, default=0), max(token_ids, default=0)) if not 0 <= end < limit),
-            None,
-        )
-        if wrong is not None:
+        ends = (min(token_ids, default=0), max(token_ids, default=0))
+        for wrong in (end for end in ends if not 0 <= end < limit):
             raise InvalidRequest(field, f"token id {wrong} is outside the vocabulary [0, {limit})")
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt of `asked` as tokens, the hashes of its full blocks, and how many tokens may follow."""
+    """A prompt of `asked` as tokens, the hashes of its full blocks, how many tokens may follow, and its text if that is
+    to be part of the answer."""
 
     asked: Prompt
     ids: tuple[int, ...]
     chain: tuple[BlockHash, ...]
     max_tokens: int
+    echoed: str | None = None
+
+
+def _check_scores(ask: Ask, num_prompt_tokens: int) -> None:
+    """Raises InvalidRequest."""
+    num_each = ask.sampling.num_prompt_logprobs + 1
+    if num_each * num_prompt_tokens > MAX_SCORES:
+        field = "logprobs" if ask.echoes and ask.wants_logprobs else "prompt_logprobs"
+        message = (
+            f"{num_each} log-probabilities of each of {num_prompt_tokens} tokens: at most {MAX_SCORES} in all"
+        )
+        raise InvalidRequest(field, message)
 
 
 def _repeated(prompts: Sequence[PreparedPrompt], ask: Ask) -> list[PreparedPrompt]:

@@ -1,20 +1,21 @@
 """One choice as text: the tokens of a generation, cut where a stop string or token ends it. Knows no protocol."""
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.scores import PromptScore
 from gateway.generation import OutputToken
 from gateway.orchestrator import Generation
 from gateway.text_stream import TextStream
 from gateway.timing import Timing
+from gateway.tool_calls import CallDelta, Parsed, ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """Text that follows that of the choice's chunk before, and the tokens since then. `finish_reason` is set on the
-    choice's last one, and `stop_reason`: the stop string or token that ended it, if one did that the client named.
-    `prompt` is on the first one, when it is to be echoed or scored."""
+    """Text that follows that of the choice's chunk before, what is new of its calls, and the tokens since
+    then. `finish_reason` is set on the choice's last one, and `stop_reason`: the stop string or token that ended it,
+    if one did that the client named. `prompt` is on the first one, when it is to be echoed or scored."""
 
     text: str
     tokens: tuple[OutputToken, ...]
@@ -22,6 +23,7 @@ class TextChunk:
     stop_reason: str | int | None = None
     choice: int = 0
     prompt: "EchoedPrompt | None" = None
+    calls: tuple[CallDelta, ...] = ()
 
     @property
     def token_ids(self) -> list[int]:
@@ -48,8 +50,10 @@ class TextGeneration:
         named_stop_ids: frozenset[int],
         echoed_text: str | None = None,
         is_scoring_only: bool = False,
+        calls: ToolCallParser | None = None,
     ) -> None:
-        """`is_scoring_only`: the prompt alone was asked for; the one token that is made all the same is dropped."""
+        """`is_scoring_only`: the prompt alone was asked for; the one token that is made all the same is dropped.
+        `calls` reads calls of functions out of the text."""
         self.choice = choice
         self.request_id = generation.request.request_id
         self.num_tokens = 0
@@ -59,6 +63,7 @@ class TextGeneration:
         self._named_stop_ids = named_stop_ids
         self._echoed_text = echoed_text
         self._is_scoring_only = is_scoring_only
+        self._calls = calls
 
     async def chunks(self) -> AsyncGenerator[TextChunk, None]:
         """At least one; exactly the last has a finish reason. Raises the typed error that ended the choice. Closing
@@ -77,23 +82,44 @@ class TextGeneration:
                 self.num_tokens += 1
                 self.sum_logprobs += token.logprob
                 unshown.append(token)
-                text = self._text.push(token.token_id, is_stop_token=token.finish_reason == "stop")
-                if self._text.is_stopped or token.finish_reason:
+                parsed = self._parse(self._text.push(token.token_id, token.finish_reason == "stop"))
+                if self._is_over or token.finish_reason:
                     await tokens.aclose()
-                    yield self._last(text + self._text.finish(), unshown, prompt)
+                    yield self._last(parsed, unshown, prompt)
                     return
-                if text or prompt:
-                    yield TextChunk(text, tuple(unshown), choice=self.choice, prompt=prompt)
+                if parsed.content or parsed.calls or prompt:
+                    yield self._chunk(parsed, unshown, prompt)
                     unshown, prompt = [], None
         finally:
             await tokens.aclose()
 
-    def _last(self, text: str, unshown: list[OutputToken], prompt: EchoedPrompt | None) -> TextChunk:
+    @property
+    def _is_over(self) -> bool:
+        """Whether the text ends here, whatever follows."""
+        return self._text.is_stopped or (self._calls is not None and self._calls.is_done)
+
+    def _parse(self, text: str) -> Parsed:
+        return Parsed(text) if self._calls is None else self._calls.push(text)
+
+    def _chunk(self, parsed: Parsed, unshown: list[OutputToken], prompt: EchoedPrompt | None) -> TextChunk:
+        calls = tuple(parsed.calls)
+        return TextChunk(parsed.content, tuple(unshown), choice=self.choice, prompt=prompt, calls=calls)
+
+    def _last(self, parsed: Parsed, unshown: list[OutputToken], prompt: EchoedPrompt | None) -> TextChunk:
+        for rest in self._finish():
+            parsed = Parsed(parsed.content + rest.content, parsed.calls + rest.calls)
+        reason = "stop" if self._is_over else unshown[-1].finish_reason
         stop_reason: str | int | None = self._text.matched or None
-        reason = "stop" if self._text.is_stopped else unshown[-1].finish_reason
         if stop_reason is None and reason == "stop" and unshown[-1].token_id in self._named_stop_ids:
             stop_reason = unshown[-1].token_id
-        return TextChunk(text, tuple(unshown), reason, stop_reason, self.choice, prompt)
+        if reason == "stop" and self._calls is not None and self._calls.num_calls:
+            reason = "tool_calls"
+        return replace(self._chunk(parsed, unshown, prompt), finish_reason=reason, stop_reason=stop_reason)
+
+    def _finish(self) -> list[Parsed]:
+        """What was held back."""
+        rest = [self._parse(self._text.finish())]
+        return rest if self._calls is None else [*rest, self._calls.finish()]
 
     def _prompt(self) -> EchoedPrompt | None:
         scores = tuple(self._generation.prompt_scores)

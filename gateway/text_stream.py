@@ -14,12 +14,10 @@ class TextStream:
     `matched` is the one that ended the text."""
 
     def __init__(self, tokenizer: TextTokenizer, options: TextOptions = PLAIN, min_tokens: int = 0) -> None:
-        self._tokenizer = tokenizer
         self._options = options
-        self._stream = tokenizer.decode_stream(options.skips_special_tokens)
+        self._decoded = tokenizer.decode_stream(options.skips_special_tokens, options.tells_calls)
         self._num_exempt = min_tokens
         self._held = ""
-        self._undecoded: list[int] = []
         self.matched = ""
 
     @property
@@ -30,18 +28,13 @@ class TextStream:
         """The text that can be shown now. A stop token's own text is part of it with includes_stop only."""
         if is_stop_token and not self._options.includes_stop:
             return ""
-        text = self._tokenizer.step(self._stream, token_id)
-        self._undecoded = [] if text else [*self._undecoded, token_id]
+        text = self._decoded.push(token_id)
         self._num_exempt -= 1
         return text if self._num_exempt >= 0 else self._show(text)
 
     def finish(self) -> str:
         """What is left when no token follows: held text, and the replacement of an incomplete character."""
-        tail = ""
-        if self._undecoded:
-            tail = self._tokenizer.decode(self._undecoded, self._options.skips_special_tokens)
-        self._undecoded = []
-        shown = self._show(tail)
+        shown = self._show(self._decoded.finish())
         if self.is_stopped:
             return shown
         rest, self._held = self._held, ""
@@ -57,11 +50,11 @@ class TextStream:
             self.matched = text[start:end]
             self._held = ""
             return text[: end if self._options.includes_stop else start]
-        keep = max((_overlap(text, stop) for stop in stops), default=0)
+        keep = max((overlap(text, stop) for stop in stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that `stop` begins with."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from proto import types_pb2 as proto_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12proto/client.proto\x12\ttandem.v1\x1a\x11proto/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8b\x08\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x06H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x19\n\x11\x63lient_request_id\x18\r \x01(\t\x12\r\n\x05min_p\x18\x0e \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0f \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x10 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x11 \x01(\x01H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x12 \x03(\x0b\x32).tandem.v1.GenerateRequest.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x13 \x03(\r\x12\x11\n\tbad_words\x18\x14 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x15 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x16 \x01(\x08H\x07\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x17 \x01(\r\x12\x0e\n\x01n\x18\x18 \x01(\rH\x08\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x19 \x01(\rH\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x1a \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x1b \x01(\rH\x0b\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x1c \x01(\x08\x12\x10\n\x08priority\x18\x1d \x01(\x11\x12\x38\n\x12structured_outputs\x18\x1e \x01(\x0b\x32\x1c.tandem.v1.StructuredOutputs\x12\x11\n\tresumable\x18< \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\n\n\x08_best_ofB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x94\x01\n\x11StructuredOutputs\x12\x11\n\x04json\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x12\n\x05regex\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x03 \x03(\t\x12\x14\n\x07grammar\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x13\n\x0bjson_object\x18\x05 \x01(\x08\x42\x07\n\x05_jsonB\x08\n\x06_regexB\n\n\x08_grammar\"s\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12!\n\x03top\x18\x04 \x01(\x0b\x32\x14.tandem.v1.TopTokensB\n\n\x08_logprob\"\xab\x02\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x05 \x01(\t\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x30\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12!\n\x06timing\x18\t \x01(\x0b\x32\x11.tandem.v1.TimingB\x10\n\x0e_stop_token_id\"\\\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\xdf\x02\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x14\n\x0cgrant_wait_s\x18\x03 \x01(\x01\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x05 \x01(\x01\x12\x14\n\x0c\x66irst_step_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\x12\x0f\n\x07total_s\x18\x08 \x01(\x01\x12\x1d\n\x15time_to_first_token_s\x18\t \x01(\x01\x12\x19\n\x11prefill_worker_id\x18\n \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x0b \x01(\t\x12\x11\n\tconnector\x18\x0c \x01(\t\x12\x10\n\x08kv_bytes\x18\r \x01(\x04\x12\x14\n\x0cnum_attempts\x18\x0e \x01(\r\x12\x0e\n\x06\x63\x61uses\x18\x0f \x03(\t\x12\x17\n\x0fnum_preemptions\x18\x10 \x01(\r\"k\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Choice\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Usage\"}\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x06\x63hoice\x18\x02 \x01(\x0b\x32\x11.tandem.v1.Choice\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x14\n\x0cresume_token\x18< \x01(\t\";\n\x13ResumeStreamRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\")\n\x13\x41\x62ortRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"+\n\x14\x41\x62ortRequestResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x11\n\x0fGetModelRequest\"_\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0b\x63ontext_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r2\xf9\x02\n\x06Tandem\x12\x43\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse\x12H\n\x0eGenerateStream\x12\x1a.tandem.v1.GenerateRequest\x1a\x18.tandem.v1.GenerateChunk0\x01\x12J\n\x0cResumeStream\x12\x1e.tandem.v1.ResumeStreamRequest\x1a\x18.tandem.v1.GenerateChunk0\x01\x12O\n\x0c\x41\x62ortRequest\x12\x1e.tandem.v1.AbortRequestRequest\x1a\x1f.tandem.v1.AbortRequestResponse\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12proto/client.proto\x12\ttandem.v1\x1a\x11proto/types.proto\"F\n\x08ToolCall\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"U\n\x0c\x46unctionTool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"\x94\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\'\n\ntool_calls\x18\x04 \x03(\x0b\x32\x13.tandem.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x92\n\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x06H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x19\n\x11\x63lient_request_id\x18\r \x01(\t\x12\r\n\x05min_p\x18\x0e \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0f \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x10 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x11 \x01(\x01H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x12 \x03(\x0b\x32).tandem.v1.GenerateRequest.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x13 \x03(\r\x12\x11\n\tbad_words\x18\x14 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x15 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x16 \x01(\x08H\x07\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x17 \x01(\r\x12\x0e\n\x01n\x18\x18 \x01(\rH\x08\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x19 \x01(\rH\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x1a \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x1b \x01(\rH\x0b\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x1c \x01(\x08\x12\x10\n\x08priority\x18\x1d \x01(\x11\x12\x38\n\x12structured_outputs\x18\x1e \x01(\x0b\x32\x1c.tandem.v1.StructuredOutputs\x12&\n\x05tools\x18( \x03(\x0b\x32\x17.tandem.v1.FunctionTool\x12\x13\n\x0btool_choice\x18) \x01(\t\x12\x12\n\nnamed_tool\x18* \x01(\t\x12 \n\x13parallel_tool_calls\x18+ \x01(\x08H\x0c\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18, \x01(\x08H\r\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18- \x01(\x08\x12\x1c\n\x14\x63hat_template_kwargs\x18. \x01(\t\x12\x11\n\tresumable\x18< \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\n\n\x08_best_ofB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_parallel_tool_callsB\x18\n\x16_add_generation_prompt\"\x94\x01\n\x11StructuredOutputs\x12\x11\n\x04json\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x12\n\x05regex\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x03 \x03(\t\x12\x14\n\x07grammar\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x13\n\x0bjson_object\x18\x05 \x01(\x08\x42\x07\n\x05_jsonB\x08\n\x06_regexB\n\n\x08_grammar\"s\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12!\n\x03top\x18\x04 \x01(\x0b\x32\x14.tandem.v1.TopTokensB\n\n\x08_logprob\"\xd4\x02\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x05 \x01(\t\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x30\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12!\n\x06timing\x18\t \x01(\x0b\x32\x11.tandem.v1.Timing\x12\'\n\ntool_calls\x18( \x03(\x0b\x32\x13.tandem.v1.ToolCallB\x10\n\x0e_stop_token_id\"\\\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\xdf\x02\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x14\n\x0cgrant_wait_s\x18\x03 \x01(\x01\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x05 \x01(\x01\x12\x14\n\x0c\x66irst_step_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\x12\x0f\n\x07total_s\x18\x08 \x01(\x01\x12\x1d\n\x15time_to_first_token_s\x18\t \x01(\x01\x12\x19\n\x11prefill_worker_id\x18\n \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x0b \x01(\t\x12\x11\n\tconnector\x18\x0c \x01(\t\x12\x10\n\x08kv_bytes\x18\r \x01(\x04\x12\x14\n\x0cnum_attempts\x18\x0e \x01(\r\x12\x0e\n\x06\x63\x61uses\x18\x0f \x03(\t\x12\x17\n\x0fnum_preemptions\x18\x10 \x01(\r\"k\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Choice\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Usage\"}\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x06\x63hoice\x18\x02 \x01(\x0b\x32\x11.tandem.v1.Choice\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x14\n\x0cresume_token\x18< \x01(\t\";\n\x13ResumeStreamRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\")\n\x13\x41\x62ortRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"+\n\x14\x41\x62ortRequestResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x11\n\x0fGetModelRequest\"_\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0b\x63ontext_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r2\xf9\x02\n\x06Tandem\x12\x43\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse\x12H\n\x0eGenerateStream\x12\x1a.tandem.v1.GenerateRequest\x1a\x18.tandem.v1.GenerateChunk0\x01\x12J\n\x0cResumeStream\x12\x1e.tandem.v1.ResumeStreamRequest\x1a\x18.tandem.v1.GenerateChunk0\x01\x12O\n\x0c\x41\x62ortRequest\x12\x1e.tandem.v1.AbortRequestRequest\x1a\x1f.tandem.v1.AbortRequestResponse\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,40 +34,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_CHATMESSAGE']._serialized_start=52
-  _globals['_CHATMESSAGE']._serialized_end=96
-  _globals['_CHAT']._serialized_start=98
-  _globals['_CHAT']._serialized_end=146
-  _globals['_TOKENIDS']._serialized_start=148
-  _globals['_TOKENIDS']._serialized_end=171
-  _globals['_GENERATEREQUEST']._serialized_start=174
-  _globals['_GENERATEREQUEST']._serialized_end=1209
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=994
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1042
-  _globals['_STRUCTUREDOUTPUTS']._serialized_start=1212
-  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1360
-  _globals['_TOKENLOGPROB']._serialized_start=1362
-  _globals['_TOKENLOGPROB']._serialized_end=1477
-  _globals['_CHOICE']._serialized_start=1480
-  _globals['_CHOICE']._serialized_end=1779
-  _globals['_USAGE']._serialized_start=1781
-  _globals['_USAGE']._serialized_end=1873
-  _globals['_TIMING']._serialized_start=1876
-  _globals['_TIMING']._serialized_end=2227
-  _globals['_GENERATERESPONSE']._serialized_start=2229
-  _globals['_GENERATERESPONSE']._serialized_end=2336
-  _globals['_GENERATECHUNK']._serialized_start=2338
-  _globals['_GENERATECHUNK']._serialized_end=2463
-  _globals['_RESUMESTREAMREQUEST']._serialized_start=2465
-  _globals['_RESUMESTREAMREQUEST']._serialized_end=2524
-  _globals['_ABORTREQUESTREQUEST']._serialized_start=2526
-  _globals['_ABORTREQUESTREQUEST']._serialized_end=2567
-  _globals['_ABORTREQUESTRESPONSE']._serialized_start=2569
-  _globals['_ABORTREQUESTRESPONSE']._serialized_end=2612
-  _globals['_GETMODELREQUEST']._serialized_start=2614
-  _globals['_GETMODELREQUEST']._serialized_end=2631
-  _globals['_GETMODELRESPONSE']._serialized_start=2633
-  _globals['_GETMODELRESPONSE']._serialized_end=2728
-  _globals['_TANDEM']._serialized_start=2731
-  _globals['_TANDEM']._serialized_end=3108
+  _globals['_TOOLCALL']._serialized_start=52
+  _globals['_TOOLCALL']._serialized_end=122
+  _globals['_FUNCTIONTOOL']._serialized_start=124
+  _globals['_FUNCTIONTOOL']._serialized_end=209
+  _globals['_CHATMESSAGE']._serialized_start=212
+  _globals['_CHATMESSAGE']._serialized_end=360
+  _globals['_CHAT']._serialized_start=362
+  _globals['_CHAT']._serialized_end=410
+  _globals['_TOKENIDS']._serialized_start=412
+  _globals['_TOKENIDS']._serialized_end=435
+  _globals['_GENERATEREQUEST']._serialized_start=438
+  _globals['_GENERATEREQUEST']._serialized_end=1736
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=1471
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1519
+  _globals['_STRUCTUREDOUTPUTS']._serialized_start=1739
+  _globals['_STRUCTUREDOUTPUTS']._serialized_end=1887
+  _globals['_TOKENLOGPROB']._serialized_start=1889
+  _globals['_TOKENLOGPROB']._serialized_end=2004
+  _globals['_CHOICE']._serialized_start=2007
+  _globals['_CHOICE']._serialized_end=2347
+  _globals['_USAGE']._serialized_start=2349
+  _globals['_USAGE']._serialized_end=2441
+  _globals['_TIMING']._serialized_start=2444
+  _globals['_TIMING']._serialized_end=2795
+  _globals['_GENERATERESPONSE']._serialized_start=2797
+  _globals['_GENERATERESPONSE']._serialized_end=2904
+  _globals['_GENERATECHUNK']._serialized_start=2906
+  _globals['_GENERATECHUNK']._serialized_end=3031
+  _globals['_RESUMESTREAMREQUEST']._serialized_start=3033
+  _globals['_RESUMESTREAMREQUEST']._serialized_end=3092
+  _globals['_ABORTREQUESTREQUEST']._serialized_start=3094
+  _globals['_ABORTREQUESTREQUEST']._serialized_end=3135
+  _globals['_ABORTREQUESTRESPONSE']._serialized_start=3137
+  _globals['_ABORTREQUESTRESPONSE']._serialized_end=3180
+  _globals['_GETMODELREQUEST']._serialized_start=3182
+  _globals['_GETMODELREQUEST']._serialized_end=3199
+  _globals['_GETMODELRESPONSE']._serialized_start=3201
+  _globals['_GETMODELRESPONSE']._serialized_end=3296
+  _globals['_TANDEM']._serialized_start=3299
+  _globals['_TANDEM']._serialized_end=3676
 # @@protoc_insertion_point(module_scope)

@@ -18,6 +18,7 @@ FINISH_REASONS = {
     "": pb.FINISH_REASON_UNSPECIFIED,
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
+    "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
 }
 _DTYPES = frozenset(dtype.value for dtype in DType)
 FINISH_NAMES = {number: name for name, number in FINISH_REASONS.items()}

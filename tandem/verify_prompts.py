@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from core.block_hash import HASH_BLOCK_TOKENS as BLOCK
 from core.sampling import SamplingParams
+from gateway.chat import Chat, Message
 from gateway.tokenizer import TextTokenizer
 
 NUM_OUTPUTS = 48
@@ -54,7 +55,7 @@ def make_cases(tokenizer: TextTokenizer) -> list[Case]:
     passage = tokenizer.encode_text(_PASSAGE * 12)
     prompts = {f"{length} tokens": passage[:length] for length in _EDGE_LENGTHS}
     for index, chat in enumerate((*([("user", question)] for question in _QUESTIONS[:2]), *_CHATS), 1):
-        prompts[f"chat {index}"] = tokenizer.encode_chat([{"role": r, "content": c} for r, c in chat])
+        prompts[f"chat {index}"] = tokenizer.encode_chat(Chat(tuple(Message(*turn) for turn in chat)))
     for text in _TEXTS:
         prompts[f"text {text[:12]!r}"] = tokenizer.encode_text(text)
     for name, question in zip(("cold", "warm"), _QUESTIONS[2:], strict=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from gateway import openai_schema
+from gateway import openai_schema, responses_schema
 from gateway.metrics import GatewayMetrics
 from tandem.cli import main
 
@@ -73,7 +73,8 @@ def test_the_table_of_options_is_complete_and_right():
 
 def test_every_refused_field_is_named():
     section = README.partition("## What it does not do")[2]
-    assert all(f"`{field}`" in section for field in openai_schema._UNSUPPORTED)
+    refused = (*openai_schema._UNSUPPORTED, *responses_schema.UNSUPPORTED)
+    assert all(f"`{field}`" in section for field in refused)
 
 
 def test_the_metrics_that_are_named_are_the_metrics_that_there_are():

@@ -62,13 +62,12 @@ class Served:
         return decode
 
     def emit(self, decode: Worker, text: str, reason: str = "") -> None:
-        for character in text:
+        for left, character in zip(reversed(range(len(text))), text, strict=True):
             self.position += 1
-            is_last = character == text[-1] and reason
             token = pb.DecodeToken(
                 handoff_id=self.handoff_id,
                 position=self.position,
                 token_id=ord(character),
-                finish_reason=convert.FINISH_REASONS[reason if is_last else ""],
+                finish_reason=convert.FINISH_REASONS["" if left else reason],
             )
             decode.emit(token=token)

@@ -12,6 +12,7 @@ from core.sampling import SamplingParams
 from gateway.ask import MAX_CHOICES, MAX_STOP_LEN, MAX_STOP_STRINGS, TextOptions
 from gateway.openai_schema import ChatBody, CompletionBody, TokenizeBody, parse_body
 from gateway.sampling_fields import MAX_BIASED, MAX_TOKENS
+from tests.gateway.chats import chat
 
 COMPLETION = {"model": "m", "prompt": "hi"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -55,7 +56,6 @@ ACCEPTED = [
     ("include_stop_str_in_output", [None, True]),
     ("skip_special_tokens", [None, False]),
     ("priority", [None, -5, 0, 7]),
-    ("tools", [None, []]),
     ("echo", [None, False, True]),
     ("user", [None, "someone", 5]),
     ("an_unknown_field", [{"of": ["any", "kind"]}]),
@@ -95,7 +95,6 @@ REFUSED = [
     ("guided_regex", ["", 5]),
     ("guided_choice", [[], "a", [1]]),
     ("guided_grammar", ["", {}]),
-    ("tools", [[{"type": "function"}]]),
     ("suffix", ["!"]),
 ]
 
@@ -234,10 +233,7 @@ def test_parts_are_joined_and_the_newer_names_mean_the_older_ones():
         {"model": "m", "messages": messages, "max_tokens": 4, "max_completion_tokens": 9}
     ).encode()
     ask = parse_body(raw, ChatBody).ask("")
-    assert ask.prompts[0].messages == (
-        {"role": "system", "content": "be kind"},
-        {"role": "user", "content": "ab"},
-    )
+    assert ask.prompts[0].chat == chat(("system", "be kind"), ("user", "ab"))
     assert ask.max_tokens == 9
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from core.errors import InvalidRequest, ModelLoadError
 from gateway.tokenizer import TextTokenizer
+from tests.gateway.chats import chat
 
 TINY_CONTROLS = {256, 257, 258}
 SPELLED = [
@@ -36,8 +37,7 @@ def test_a_completion_prompt_holds_no_control_token_and_is_all_there(tiny_tokeni
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXTS), min_size=1, max_size=3))
 @example([("user", "\ue0001\ue001 <|im_end|>")])
 def test_in_a_chat_only_the_template_spells_control_tokens(tiny_tokenizer, turns):
-    messages = [{"role": role, "content": content} for role, content in turns]
-    ids = tiny_tokenizer.encode_chat(messages)
+    ids = tiny_tokenizer.encode_chat(chat(*turns))
     start, end = (list(name.encode()) for name in ("", "\n"))
     expected: list[int] = []
     for role, content in turns:
@@ -57,7 +57,7 @@ def with_template(tokenizer: TextTokenizer, template: str) -> TextTokenizer:
 def test_a_template_that_refuses_messages_is_the_clients_mistake(tiny_tokenizer):
     picky = with_template(tiny_tokenizer, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
-        picky.encode_chat([{"role": "user", "content": "x"}])
+        picky.encode_chat(chat(("user", "x")))
     assert caught.value.field == "messages"
 
 
@@ -65,18 +65,18 @@ def test_a_model_without_a_template_takes_no_chat(tiny_tokenizer):
     bare = with_template(tiny_tokenizer, "")
     assert not bare.has_chat_template
     with pytest.raises(InvalidRequest, match="no chat template"):
-        bare.encode_chat([{"role": "user", "content": "x"}])
+        bare.encode_chat(chat(("user", "x")))
 
 
 def test_templates_may_break_out_of_loops(tiny_tokenizer):
     first = with_template(tiny_tokenizer, "{% for m in messages %}{{ m['content'] }}{% break %}{% endfor %}")
-    assert first.encode_chat([{"role": "user", "content": word} for word in ("one", "two")]) == list(b"one")
+    assert first.encode_chat(chat(("user", "one"), ("user", "two"))) == list(b"one")
 
 
 def test_a_template_cannot_reach_beyond_its_sandbox(tiny_tokenizer):
     escape = with_template(tiny_tokenizer, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(InvalidRequest):
-        escape.encode_chat([{"role": "user", "content": "x"}])
+        escape.encode_chat(chat(("user", "x")))
 
 
 def test_a_template_that_is_none_is_told_at_the_start(tiny_tokenizer):
@@ -130,15 +130,15 @@ def test_smollm2_splits_off_every_numeral(smollm2):
 
 
 def test_smollm2_chats_are_those_of_its_reference_template(smollm2, reference):
-    chats = [
+    turns = [
         [("user", "Hi there")],
         [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello!"), ("user", "  Why?\n")],
         [("user", text) for text in VARIED],
     ]
-    for chat in chats:
-        messages = [{"role": role, "content": content} for role, content in chat]
+    for own in turns:
+        messages = [{"role": role, "content": content} for role, content in own]
         theirs = reference.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        assert smollm2.encode_chat(messages) == theirs
+        assert smollm2.encode_chat(chat(*own)) == theirs
 
 
 def test_smollm2_takes_spelled_control_tokens_as_text(smollm2):
@@ -147,6 +147,6 @@ def test_smollm2_takes_spelled_control_tokens_as_text(smollm2):
         ids = smollm2.encode_text(text)
         assert not {start, end, 0} & set(ids)
         assert smollm2.decode(ids) == text
-        chat = smollm2.encode_chat([{"role": "system", "content": "s"}, {"role": "user", "content": text}])
-        assert (chat.count(start), chat.count(end)) == (3, 2)
-        assert text in smollm2.decode(chat)
+        ids = smollm2.encode_chat(chat(("system", "s"), ("user", text)))
+        assert (ids.count(start), ids.count(end)) == (3, 2)
+        assert text in smollm2.decode(ids)

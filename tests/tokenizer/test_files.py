@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from core.errors import ModelLoadError
+from gateway.chat import Chat, Message
 from gateway.tokenizer import TextTokenizer
 from tokenizer.files import TokenizerFiles, load_tokenizer_files
 
@@ -61,7 +62,7 @@ def test_the_beginning_of_sequence_is_added_once_where_the_tokenizer_itself_adds
     text = TextTokenizer(directory.load())
     assert text.encode_text("hi") == [256, *b"hi"]
     assert text.encode_text("<|endoftext|>hi") == [256, *b"<|endoftext|>hi"]
-    assert text.encode_chat([{"role": "user", "content": "hi"}])[0] == 257, "a template writes its own"
+    assert text.encode_chat(Chat((Message("user", "hi"),)))[0] == 257, "a template writes its own"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
