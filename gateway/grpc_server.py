@@ -240,7 +240,7 @@ def _handler(
     return make(
         behaviour,
         request_deserializer=request.FromString if request is not None else None,
-        response_serializer=Message.SerializeToString,
+        response_serializer=lambda message: message.SerializeToString(),
     )
 
 

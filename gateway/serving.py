@@ -240,8 +240,8 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt of `asked` as tokens, the hashes of its full blocks, how many tokens may follow, and its text if that is
-    to be part of the answer."""
+    """A prompt of `asked` as tokens, the hashes of its full blocks, how many tokens may follow, and its text if
+    that is to be part of the answer."""
 
     asked: Prompt
     ids: tuple[int, ...]
