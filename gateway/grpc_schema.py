@@ -1,6 +1,6 @@
 """What gRPC clients ask for, checked by the same fields as HTTP's bodies."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -14,6 +14,7 @@ from gateway.sampling_fields import NumLogprobs, SamplingFields, validated
 from proto import client_pb2 as pb
 
 MAX_REQUEST_ID_LEN = 128
+Kind = TypeVar("Kind", bound=Message)
 _OF_CHATS = frozenset(
     {
         "tools",
@@ -50,12 +51,17 @@ class GenerateFields(SamplingFields):
     client_request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID_LEN, pattern="^[!-~]*$")] = ""
 
 
+def read_message(kind: type[Kind], raw: bytes) -> Kind:
+    """Raises InvalidRequest."""
+    try:
+        return kind.FromString(raw)
+    except DecodeError:
+        raise InvalidRequest("body", f"this is no {kind.DESCRIPTOR.name}") from None
+
+
 def parse_request(raw: bytes, model_id: str, is_stream: bool) -> tuple[Ask, bool]:
     """A serialised GenerateRequest as to_ask() makes it, and whether its stream is to be resumable."""
-    try:
-        request = pb.GenerateRequest.FromString(raw)
-    except DecodeError:
-        raise InvalidRequest("body", "not a GenerateRequest") from None
+    request = read_message(pb.GenerateRequest, raw)
     return to_ask(request, model_id, is_stream), request.resumable
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -25,7 +24,7 @@ from core.errors import (
 from gateway.answer import Answer
 from gateway.ask import Ask
 from gateway.body_parser import BodyParser
-from gateway.grpc_schema import parse_request
+from gateway.grpc_schema import parse_request, read_message
 from gateway.resumable import ResumableStreams
 from gateway.serving import Serving
 from gateway.text_generation import EchoedPrompt, TextChunk
@@ -58,7 +57,8 @@ _STATUS = {
 
 
 class GrpcFront:
-    """The handlers. Requests to generate come as bytes: what is in them may take long to look at."""
+    """The handlers. Requests come as bytes: those to generate may take long to look at, and what is none is a mistake
+    of the client's."""
 
     def __init__(self, serving: Serving, bodies: BodyParser, stall_limit_s: float) -> None:
         self._serving = serving
@@ -68,11 +68,11 @@ class GrpcFront:
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         return {
-            "Generate": _handler(self.Generate, None),
-            "GenerateStream": _handler(self.GenerateStream, None, is_stream=True),
-            "ResumeStream": _handler(self.ResumeStream, pb.ResumeStreamRequest, is_stream=True),
-            "AbortRequest": _handler(self.AbortRequest, pb.AbortRequestRequest),
-            "GetModel": _handler(self.GetModel, pb.GetModelRequest),
+            "Generate": _handler(self.Generate),
+            "GenerateStream": _handler(self.GenerateStream, is_stream=True),
+            "ResumeStream": _handler(self.ResumeStream, is_stream=True),
+            "AbortRequest": _handler(self.AbortRequest),
+            "GetModel": _handler(self.GetModel),
         }
 
     async def Generate(self, request: bytes, context: Any) -> pb.GenerateResponse:
@@ -100,9 +100,10 @@ class GrpcFront:
         except TandemError as error:
             await _abort(context, error)
 
-    async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Any) -> None:
+    async def ResumeStream(self, request: bytes, context: Any) -> None:
         try:
-            await self._send(context, self._held.resume(request.resume_token, request.offset))
+            asked = read_message(pb.ResumeStreamRequest, request)
+            await self._send(context, self._held.resume(asked.resume_token, asked.offset))
         except TandemError as error:
             await _abort(context, error)
 
@@ -125,11 +126,16 @@ class GrpcFront:
         except TimeoutError:
             raise DeadlineExceeded(f"nothing was taken for {self._stall_limit_s:g} s") from None
 
-    async def AbortRequest(self, request: pb.AbortRequestRequest, context: Any) -> pb.AbortRequestResponse:
-        return pb.AbortRequestResponse(was_running=self._serving.orchestrator.abort(request.request_id))
-
-    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+    async def AbortRequest(self, request: bytes, context: Any) -> pb.AbortRequestResponse:
         try:
+            asked = read_message(pb.AbortRequestRequest, request)
+        except TandemError as error:
+            await _abort(context, error)
+        return pb.AbortRequestResponse(was_running=self._serving.orchestrator.abort(asked.request_id))
+
+    async def GetModel(self, request: bytes, context: Any) -> pb.GetModelResponse:
+        try:
+            read_message(pb.GetModelRequest, request)
             context_len = self._serving.context_len
         except TandemError as error:
             await _abort(context, error)
@@ -232,16 +238,9 @@ async def _abort(context: Any, error: TandemError) -> NoReturn:
     raise AssertionError("abort() raises")
 
 
-def _handler(
-    behaviour: Callable[..., Any], request: type[Message] | None, is_stream: bool = False
-) -> grpc.RpcMethodHandler:
-    """Without a `request` type it comes as bytes."""
+def _handler(behaviour: Callable[..., Any], is_stream: bool = False) -> grpc.RpcMethodHandler:
     make = grpc.unary_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
-    return make(
-        behaviour,
-        request_deserializer=request.FromString if request is not None else None,
-        response_serializer=lambda message: message.SerializeToString(),
-    )
+    return make(behaviour, response_serializer=lambda message: message.SerializeToString())
 
 
 def create_server(
