@@ -25,6 +25,7 @@ from gateway.answer import Answer
 from gateway.ask import Ask
 from gateway.body_parser import BodyParser
 from gateway.grpc_schema import parse_request, read_message
+from gateway.openai_objects import MAX_MESSAGE_LEN
 from gateway.resumable import ResumableStreams
 from gateway.serving import Serving
 from gateway.text_generation import EchoedPrompt, TextChunk
@@ -230,7 +231,7 @@ async def _abort(context: Any, error: TandemError) -> NoReturn:
         type(error), grpc.StatusCode.UNAVAILABLE if error.retryable else grpc.StatusCode.INTERNAL
     )
     field = error.field if isinstance(error, InvalidRequest | ModelNotFound) else ""
-    details = f"{field}: {error}" if field else str(error)
+    details = (f"{field}: {error}" if field else str(error))[:MAX_MESSAGE_LEN]
     metadata = [("tandem-code", error.code.value), ("tandem-field", field)]
     if isinstance(error, Busy):
         metadata.append(("tandem-retry-after-s", f"{error.retry_after_s:g}"))
