@@ -70,6 +70,7 @@ class Attempt:
         self._clock = live.clock
         self._report = live.report
         self._inbox: Inbox = asyncio.Queue()
+        self._early: list[FromWorker] = []
         self._cancelled = live.cancelled
         self._is_handed_over = live.is_handed_over
         self._prefill: WorkerLink | None = fleet.link(prefill) if prefill is not None else None
@@ -107,8 +108,11 @@ class Attempt:
         self._inbox.put_nowait(CANCELLED)
 
     async def _next_event(self) -> FromWorker:
-        """The next event of a worker that is still part of this; what one that was left has said is dropped."""
+        """The next event of a worker that is still part of this; what one that was left has said is dropped. The two
+        sessions are not in step: what the decode worker says of tokens waits for the prompt's scores."""
         while True:
+            if self._early and not self._awaits_scores:
+                return self._early.pop(0)
             try:
                 async with asyncio.timeout(self._left_s()):
                     event = await self._inbox.get()
@@ -121,7 +125,15 @@ class Attempt:
             if isinstance(event, LinkLost):
                 self._drop_lost(event.worker)
                 raise WorkerLost(f"{event.worker.worker_id}: {event.reason}")
-            return event
+            if event.kind not in ("seal_verified", "token") or not self._awaits_scores:
+                return event
+            self._early.append(event)
+
+    @property
+    def _awaits_scores(self) -> bool:
+        """The prefill worker has yet to tell them, or some: with its first token it has told all that it has."""
+        is_prefilling = self._prefill is not None and self._first is None
+        return is_prefilling and self._request.lacks_scores(self._report.prompt_scores)
 
     def _drop_lost(self, worker: WorkerRecord) -> None:
         if self._prefill is not None and self._prefill.record is worker:

@@ -1,11 +1,13 @@
 """Streamed answers as server-sent events. Closing a stream aborts what is left of its request, also when its task is
 being cancelled."""
 
-import json
-from collections.abc import AsyncGenerator, AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from core.errors import TandemError
+from gateway.json_text import compact_json, large_json
 from gateway.openai_objects import Envelope, error_object
 from gateway.responses_objects import ResponseWriter
 from gateway.text_generation import TextChunk
@@ -28,21 +30,13 @@ async def choice_events(
 ) -> AsyncIterator[bytes]:
     """Completions and chats. An error after the headers is an error event and the end, never a finish."""
 
-    def usage() -> dict[str, Any]:
-        if wishes.running_usage:
-            return envelope.usage()
-        return {"usage": None} if wishes.usage else {}
-
     try:
         for choice in range(num_choices):
             if (opening := envelope.shape.opening(choice)) is not None:
-                yield _event(envelope.chunk(opening, usage()))
+                yield _event(envelope.chunk(opening, _usage(envelope, wishes)))
         async for chunk in _with_first(first, rest):
-            for choice_part in envelope.shape.parts(chunk):
-                part = envelope.chunk(choice_part, usage())
-                if choice_part["finish_reason"] and wishes.timing:
-                    part["timing"] = envelope.timing(chunk.choice)
-                yield _event(part)
+            for event in await _made(partial(_choice_events, chunk, envelope, wishes), chunk):
+                yield event
         if wishes.usage:
             yield _event(envelope.chunk(None, envelope.usage()))
         yield b"data: [DONE]\n\n"
@@ -50,6 +44,20 @@ async def choice_events(
         yield _event(error_object(error))
     finally:
         await rest.aclose()
+
+
+def _choice_events(chunk: TextChunk, envelope: Envelope, wishes: StreamWishes) -> Iterator[bytes]:
+    for choice_part in envelope.shape.parts(chunk):
+        part = envelope.chunk(choice_part, _usage(envelope, wishes))
+        if choice_part["finish_reason"] and wishes.timing:
+            part["timing"] = envelope.timing(chunk.choice)
+        yield _event(part, is_large=chunk.prompt is not None)
+
+
+def _usage(envelope: Envelope, wishes: StreamWishes) -> dict[str, Any]:
+    if wishes.running_usage:
+        return envelope.usage()
+    return {"usage": None} if wishes.usage else {}
 
 
 async def response_events(
@@ -73,6 +81,11 @@ async def response_events(
         await rest.aclose()
 
 
+async def _made(make: Callable[[], Iterator[bytes]], chunk: TextChunk) -> Iterable[bytes]:
+    """The events of a chunk; where it has a prompt, whose scores may be many, in a thread."""
+    return make() if chunk.prompt is None else await asyncio.to_thread(lambda: list(make()))
+
+
 async def _with_first(
     first: TextChunk, rest: AsyncGenerator[TextChunk, None]
 ) -> AsyncGenerator[TextChunk, None]:
@@ -81,8 +94,8 @@ async def _with_first(
         yield chunk
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def _event(data: dict[str, Any], is_large: bool = False) -> bytes:
+    return b"data: " + (large_json if is_large else compact_json)(data).encode() + b"\n\n"
 
 
 def _named_event(data: dict[str, Any]) -> bytes:

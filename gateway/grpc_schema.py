@@ -1,9 +1,9 @@
 """What gRPC clients ask for, checked by the same fields as HTTP's bodies."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from pydantic import Field
 from pydantic_core import from_json
 
@@ -14,6 +14,7 @@ from gateway.sampling_fields import NumLogprobs, SamplingFields, validated
 from proto import client_pb2 as pb
 
 MAX_REQUEST_ID_LEN = 128
+Kind = TypeVar("Kind", bound=Message)
 _OF_CHATS = frozenset(
     {
         "tools",
@@ -48,6 +49,20 @@ class GenerateFields(SamplingFields):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     client_request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID_LEN, pattern="^[!-~]*$")] = ""
+
+
+def read_message(kind: type[Kind], raw: bytes) -> Kind:
+    """Raises InvalidRequest."""
+    try:
+        return kind.FromString(raw)
+    except DecodeError:
+        raise InvalidRequest("body", f"this is no {kind.DESCRIPTOR.name}") from None
+
+
+def parse_request(raw: bytes, model_id: str, is_stream: bool) -> tuple[Ask, bool]:
+    """A serialised GenerateRequest as to_ask() makes it, and whether its stream is to be resumable."""
+    request = read_message(pb.GenerateRequest, raw)
+    return to_ask(request, model_id, is_stream), request.resumable
 
 
 def to_ask(request: pb.GenerateRequest, model_id: str, is_stream: bool) -> Ask:

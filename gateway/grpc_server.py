@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn
@@ -23,13 +23,15 @@ from core.errors import (
 )
 from gateway.answer import Answer
 from gateway.ask import Ask
-from gateway.grpc_schema import to_ask
+from gateway.body_parser import BodyParser
+from gateway.grpc_schema import parse_request, read_message
+from gateway.openai_objects import MAX_MESSAGE_LEN
 from gateway.resumable import ResumableStreams
 from gateway.serving import Serving
 from gateway.text_generation import EchoedPrompt, TextChunk
 from gateway.tool_calls import joined_calls
 from proto import client_pb2 as pb
-from proto import client_pb2_grpc, convert
+from proto import convert
 
 HealthServicer = Any  # grpc_health has no types
 MAX_MESSAGE_BYTES = 16 << 20
@@ -55,19 +57,31 @@ _STATUS = {
 }
 
 
-class GrpcFront(client_pb2_grpc.TandemServicer):
-    """The handlers."""
+class GrpcFront:
+    """The handlers. Requests come as bytes: those to generate may take long to look at, and what is none is a mistake
+    of the client's."""
 
-    def __init__(self, serving: Serving, stall_limit_s: float) -> None:
+    def __init__(self, serving: Serving, bodies: BodyParser, stall_limit_s: float) -> None:
         self._serving = serving
+        self._bodies = bodies
         self._stall_limit_s = stall_limit_s
         self._held: ResumableStreams[pb.GenerateChunk] = ResumableStreams()
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        return {
+            "Generate": _handler(self.Generate),
+            "GenerateStream": _handler(self.GenerateStream, is_stream=True),
+            "ResumeStream": _handler(self.ResumeStream, is_stream=True),
+            "AbortRequest": _handler(self.AbortRequest),
+            "GetModel": _handler(self.GetModel),
+        }
+
+    async def Generate(self, request: bytes, context: Any) -> pb.GenerateResponse:
         try:
-            ask = to_ask(request, self._serving.model_id, is_stream=False)
+            ask, _ = await self._parse(request, is_stream=False)
             answer = await self._serving.prepare(ask, context.time_remaining())
-            choices = [_choice(answer, ask, chunks) for chunks in await answer.whole()]
+            whole = await answer.whole()
+            choices = [await _made(answer, ask, chunks) for chunks in whole]
         except TandemError as error:
             await _abort(context, error)
         response = pb.GenerateResponse(request_id=answer.request_id, choices=choices, usage=_usage(answer))
@@ -76,24 +90,28 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         return response
 
-    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> None:
+    async def GenerateStream(self, request: bytes, context: Any) -> None:
         try:
-            if request.resumable:
+            ask, is_resumable = await self._parse(request, is_stream=True)
+            if is_resumable:
                 self._held.check_room()
-            ask = to_ask(request, self._serving.model_id, is_stream=True)
             answer = await self._serving.prepare(ask, context.time_remaining())
             make_messages = partial(_messages, answer, ask)
-            await self._send(
-                context, self._held.hold(make_messages) if request.resumable else make_messages()
-            )
+            await self._send(context, self._held.hold(make_messages) if is_resumable else make_messages())
         except TandemError as error:
             await _abort(context, error)
 
-    async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Any) -> None:
+    async def ResumeStream(self, request: bytes, context: Any) -> None:
         try:
-            await self._send(context, self._held.resume(request.resume_token, request.offset))
+            asked = read_message(pb.ResumeStreamRequest, request)
+            await self._send(context, self._held.resume(asked.resume_token, asked.offset))
         except TandemError as error:
             await _abort(context, error)
+
+    async def _parse(self, request: bytes, is_stream: bool) -> tuple[Ask, bool]:
+        """What is asked for, and whether the stream is to be resumable. Raises InvalidRequest or Busy."""
+        parse = partial(parse_request, model_id=self._serving.model_id, is_stream=is_stream)
+        return await self._bodies.parse(request, parse)
 
     async def _send(self, context: Any, messages: AsyncGenerator[pb.GenerateChunk, None]) -> None:
         async with contextlib.aclosing(messages):
@@ -109,11 +127,16 @@ class GrpcFront(client_pb2_grpc.TandemServicer):
         except TimeoutError:
             raise DeadlineExceeded(f"nothing was taken for {self._stall_limit_s:g} s") from None
 
-    async def AbortRequest(self, request: pb.AbortRequestRequest, context: Any) -> pb.AbortRequestResponse:
-        return pb.AbortRequestResponse(was_running=self._serving.orchestrator.abort(request.request_id))
-
-    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+    async def AbortRequest(self, request: bytes, context: Any) -> pb.AbortRequestResponse:
         try:
+            asked = read_message(pb.AbortRequestRequest, request)
+        except TandemError as error:
+            await _abort(context, error)
+        return pb.AbortRequestResponse(was_running=self._serving.orchestrator.abort(asked.request_id))
+
+    async def GetModel(self, request: bytes, context: Any) -> pb.GetModelResponse:
+        try:
+            read_message(pb.GetModelRequest, request)
             context_len = self._serving.context_len
         except TandemError as error:
             await _abort(context, error)
@@ -134,7 +157,7 @@ async def _messages(
     num_open = ask.num_choices
     async with contextlib.aclosing(answer.chunks()) as chunks:
         async for chunk in chunks:
-            choice = _choice(answer, ask, [chunk])
+            choice = await _made(answer, ask, [chunk])
             for part in _first_scores(choice):
                 yield pb.GenerateChunk(request_id=answer.request_id, choice=part)
             num_open -= bool(chunk.finish_reason)
@@ -147,6 +170,13 @@ def _first_scores(choice: pb.Choice) -> Iterator[pb.Choice]:
     while len(choice.prompt_logprobs) > MAX_SCORES:
         yield pb.Choice(index=choice.index, prompt_logprobs=choice.prompt_logprobs[:MAX_SCORES])
         del choice.prompt_logprobs[:MAX_SCORES]
+
+
+async def _made(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
+    """The choice; where it has a prompt, whose scores may be many, in a thread."""
+    if chunks[0].prompt is None:
+        return _choice(answer, ask, chunks)
+    return await asyncio.to_thread(_choice, answer, ask, chunks)
 
 
 def _choice(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
@@ -201,7 +231,7 @@ async def _abort(context: Any, error: TandemError) -> NoReturn:
         type(error), grpc.StatusCode.UNAVAILABLE if error.retryable else grpc.StatusCode.INTERNAL
     )
     field = error.field if isinstance(error, InvalidRequest | ModelNotFound) else ""
-    details = f"{field}: {error}" if field else str(error)
+    details = (f"{field}: {error}" if field else str(error))[:MAX_MESSAGE_LEN]
     metadata = [("tandem-code", error.code.value), ("tandem-field", field)]
     if isinstance(error, Busy):
         metadata.append(("tandem-retry-after-s", f"{error.retry_after_s:g}"))
@@ -209,14 +239,23 @@ async def _abort(context: Any, error: TandemError) -> NoReturn:
     raise AssertionError("abort() raises")
 
 
-def create_server(serving: Serving, stall_limit_s: float) -> tuple[grpc.aio.Server, HealthServicer]:
+def _handler(behaviour: Callable[..., Any], is_stream: bool = False) -> grpc.RpcMethodHandler:
+    make = grpc.unary_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
+    return make(behaviour, response_serializer=lambda message: message.SerializeToString())
+
+
+def create_server(
+    serving: Serving, bodies: BodyParser, stall_limit_s: float
+) -> tuple[grpc.aio.Server, HealthServicer]:
     """The server with all its services, not bound or started yet. A stream whose client takes nothing for
     `stall_limit_s` ends."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    client_pb2_grpc.add_TandemServicer_to_server(GrpcFront(serving, stall_limit_s), server)
+    name = pb.DESCRIPTOR.services_by_name["Tandem"].full_name
+    handlers = GrpcFront(serving, bodies, stall_limit_s).handlers()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    names = (pb.DESCRIPTOR.services_by_name["Tandem"].full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    names = (name, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return server, healthy
 

@@ -15,9 +15,12 @@ from starlette.routing import Route
 
 from core.errors import Busy, EngineFailed, InvalidRequest, TandemError, Unavailable
 from gateway.answer import Answer
+from gateway.ask import Ask
+from gateway.body_parser import BodyParser
 from gateway.chat_objects import ChatShape
 from gateway.event_streams import StreamWishes, choice_events, response_events
-from gateway.openai_objects import CompletionShape, Envelope, Shape, error_object, http_status
+from gateway.json_text import large_json
+from gateway.openai_objects import CompletionShape, Envelope, Json, Shape, error_object, http_status
 from gateway.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from gateway.responses_objects import ResponseWriter
 from gateway.responses_schema import UNSUPPORTED, ResponsesBody
@@ -36,9 +39,10 @@ BODY_TIMEOUT_S = 30.0
 class HttpFront:
     """The handlers. `app` is the ASGI application."""
 
-    def __init__(self, serving: Serving, max_body_bytes: int) -> None:
+    def __init__(self, serving: Serving, bodies: BodyParser, max_body_bytes: int) -> None:
         self._serving = serving
         self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self.app = Starlette(
             routes=[
                 Route("/v1/models", self.models),
@@ -67,8 +71,8 @@ class HttpFront:
         return await self._generate(request, ChatBody, ChatShape)
 
     async def responses(self, request: Request) -> Response:
-        body: ResponsesBody = parse_body(await self._read(request), ResponsesBody, UNSUPPORTED)
-        ask = body.ask(_request_id(request))
+        parse = partial(parse_body, kind=ResponsesBody, unsupported=UNSUPPORTED)
+        body, ask = await self._asked(request, parse)
         answer = await self._serving.prepare(ask)
         writer = ResponseWriter(answer, body, self._serving.model_id)
         headers = {REQUEST_ID_HEADER: ask.client_request_id or answer.request_id}
@@ -77,13 +81,11 @@ class HttpFront:
             events = partial(response_events, writer=writer, wants_timing=wants_timing)
             return await _stream(request, answer, headers, events)
         (only_choice,) = await _unless_gone(request, answer.whole())
-        whole = writer.whole(only_choice)
-        if wants_timing:
-            whole["timing"] = writer.timing()
-        return JSONResponse(whole, headers=headers)
+        timing = writer.timing if wants_timing else None
+        return await _whole(partial(writer.whole, only_choice), timing, headers)
 
     async def tokenize(self, request: Request) -> Response:
-        body: TokenizeBody = parse_body(await self._read(request), TokenizeBody)
+        body: TokenizeBody = await self._parse(request, partial(parse_body, kind=TokenizeBody))
         if body.model is not None:
             self._serving.check_model(body.model)
         ids = await self._serving.tokenize(body.to_prompt())
@@ -91,7 +93,7 @@ class HttpFront:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": length})
 
     async def detokenize(self, request: Request) -> Response:
-        body: DetokenizeBody = parse_body(await self._read(request), DetokenizeBody)
+        body: DetokenizeBody = await self._parse(request, partial(parse_body, kind=DetokenizeBody))
         if body.model is not None:
             self._serving.check_model(body.model)
         return JSONResponse({"prompt": await self._serving.detokenize(body.tokens)})
@@ -136,6 +138,14 @@ class HttpFront:
         names = {"model": self._serving.model_id, "grpc": self._serving.grpc_address}
         return JSONResponse({**names, "workers": workers, "requests": live})
 
+    async def _asked(self, request: Request, parse: Callable[[bytes], Any]) -> tuple[Any, Ask]:
+        """The body as `parse` makes it, and what it asks for. Raises InvalidRequest, or what reading it raises."""
+        ask = partial(_body_and_ask, parse=parse, client_request_id=_request_id(request))
+        return await self._parse(request, ask)
+
+    async def _parse(self, request: Request, parse: Callable[[bytes], Result]) -> Result:
+        return await self._bodies.parse(await self._read(request), parse)
+
     async def _read(self, request: Request) -> bytes:
         """The body, bounded in bytes and time. Raises HTTPException 413, 408, or 499 when the client left."""
         try:
@@ -159,8 +169,7 @@ class HttpFront:
     async def _generate(
         self, request: Request, kind: type[CompletionBody | ChatBody], shape: type[Shape]
     ) -> Response:
-        body: CompletionBody | ChatBody = parse_body(await self._read(request), kind)
-        ask = body.ask(_request_id(request))
+        body, ask = await self._asked(request, partial(parse_body, kind=kind))
         answer = await self._serving.prepare(ask)
         envelope = Envelope(shape(self._serving.tokenizer, ask), answer, self._serving.model_id)
         headers = {REQUEST_ID_HEADER: ask.client_request_id or answer.request_id}
@@ -169,10 +178,9 @@ class HttpFront:
             wishes = StreamWishes(body.wants_usage, body.wants_running_usage, wants_timing)
             events = partial(choice_events, num_choices=ask.num_choices, envelope=envelope, wishes=wishes)
             return await _stream(request, answer, headers, events)
-        whole = envelope.whole(await _unless_gone(request, answer.whole()))
-        if wants_timing:
-            whole["timing"] = envelope.timing()
-        return JSONResponse(whole, headers=headers)
+        choices = await _unless_gone(request, answer.whole())
+        timing = envelope.timing if wants_timing else None
+        return await _whole(partial(envelope.whole, choices), timing, headers)
 
     def _model_object(self) -> dict[str, Any]:
         model: dict[str, Any] = {
@@ -184,6 +192,23 @@ class HttpFront:
         with contextlib.suppress(Unavailable):
             model["max_model_len"] = self._serving.context_len
         return model
+
+
+def _body_and_ask(raw: bytes, parse: Callable[[bytes], Any], client_request_id: str) -> tuple[Any, Ask]:
+    body = parse(raw)
+    return body, body.ask(client_request_id)
+
+
+async def _whole(
+    make: Callable[[], Json], timing: Callable[[], Json] | None, headers: dict[str, str]
+) -> Response:
+    """An answer in one piece, made and written in a thread: the scores of a prompt's tokens may be many."""
+
+    def written() -> bytes:
+        return large_json(make() if timing is None else {**make(), "timing": timing()}).encode()
+
+    body = await asyncio.to_thread(written)
+    return Response(body, media_type="application/json", headers=headers)
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:

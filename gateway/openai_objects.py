@@ -22,6 +22,8 @@ from gateway.text_generation import TextChunk
 from gateway.tokenizer import TextTokenizer
 
 Json = dict[str, Any]
+MAX_MESSAGE_LEN = 1000
+"""Of an error, which may repeat what its client sent."""
 
 
 class CompletionShape:
@@ -112,7 +114,7 @@ def error_object(error: TandemError) -> Json:
     is_theirs = isinstance(error, InvalidRequest | ModelNotFound)
     return {
         "error": {
-            "message": str(error),
+            "message": str(error)[:MAX_MESSAGE_LEN],
             "type": "invalid_request_error" if is_theirs else error.code.value,
             "param": error.field if isinstance(error, InvalidRequest | ModelNotFound) else None,
             "code": error.code.value,

@@ -21,6 +21,7 @@ from core.errors import (
 )
 from core.ids import HandoffId
 from core.sampling import SamplingParams
+from core.scores import PromptScore
 from core.worker import Role
 from gateway.attempt import CREDIT_TOKENS, RESERVE_WAIT_S, Attempt
 from gateway.generation import GenerationRequest, OutputToken
@@ -32,12 +33,17 @@ from proto import types_pb2 as types
 from tests.gateway.peers import LIMIT_S, Rig, Worker
 
 PROMPT = tuple(range(40))
+PARAMS = SamplingParams(32, 0.0)
 
 
 def begin(
-    rig: Rig, committed: tuple[int, ...] = (), is_local: bool = False, deadline_s: float = 60.0
+    rig: Rig,
+    committed: tuple[int, ...] = (),
+    is_local: bool = False,
+    deadline_s: float = 60.0,
+    params: SamplingParams = PARAMS,
 ) -> "Run":
-    request = GenerationRequest(PROMPT, SamplingParams(32, 0.0), (), deadline_s)
+    request = GenerationRequest(PROMPT, params, (), deadline_s)
     live = Live(request, StageClock(rig.clock), HandoffReport(num_attempts=1), asyncio.Event())
     prefill = None if is_local else rig.prefill[0].record
     decode = [worker.record for worker in rig.decode]
@@ -94,6 +100,11 @@ class Run:
     def emit_first(self, *tokens: types.FirstToken) -> None:
         first = pb.PrefillFirstToken(handoff_id=self.id, first_tokens=tokens or [self.first()])
         self._rig.prefill[0].emit(first_token=first)
+
+    def emit_scores(self, position: int, count: int) -> None:
+        scores = [PromptScore(-1.0, 1)] * count
+        told = convert.scores_to_proto(self.attempt.id, position, scores)
+        self._rig.prefill[0].emit(prompt_scores=told)
 
     def emit_granted(self, worker: int = 0) -> None:
         grant = types.Grant(handoff_id=self.id, mac=b"opaque")
@@ -508,3 +519,35 @@ async def test_when_no_decode_worker_takes_the_prompt_alone_the_service_is_unava
         await worker.take("reserve")
         run.emit_failed(worker, Busy("too long"))
     assert isinstance(await run.end(), Unavailable)
+
+
+async def test_what_the_decode_worker_says_before_the_prompts_scores_are_there_waits_for_them(rig):
+    run = begin(rig, params=SamplingParams(32, 0.0, num_prompt_logprobs=0))
+    await rig.prefill[0].take("start")
+    run.emit_started()
+    await rig.decode[0].take("reserve")
+    run.emit_granted()
+    await rig.prefill[0].take("grant")
+    run.emit_scores(1, 20)
+    run.emit_verified()
+    run.emit_token(1, reason="length")
+    await run.settle()
+    assert run.tokens == []
+    run.emit_scores(21, 19)
+    run.emit_first()
+    assert await run.until(2) == [7, 8]
+    await rig.prefill[0].take("release")
+    assert await run.end() is None
+    assert len(run.live.report.prompt_scores) == len(PROMPT) - 1
+
+
+async def test_scores_that_the_prefill_worker_never_tells_end_the_attempt(rig):
+    run = begin(rig, params=SamplingParams(32, 0.0, num_prompt_logprobs=0))
+    await rig.prefill[0].take("start")
+    run.emit_started()
+    await rig.decode[0].take("reserve")
+    run.emit_granted()
+    run.emit_scores(1, 20)
+    run.emit_verified()
+    run.emit_first()
+    assert isinstance(await run.end(), TransferFailed)

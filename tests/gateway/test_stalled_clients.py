@@ -9,6 +9,7 @@ import pytest
 import uvicorn
 
 from gateway.attempt import CREDIT_TOKENS
+from gateway.body_parser import BodyParser
 from gateway.grpc_server import create_server
 from gateway.http_server import HttpFront
 from gateway.main import _HttpServer, listen
@@ -45,7 +46,7 @@ def num_live(serving: Serving) -> int:
 
 
 async def test_a_grpc_stream_that_is_not_read_ends_with_a_typed_error(served):
-    server, _ = create_server(served.serving, STALL_S)
+    server, _ = create_server(served.serving, BodyParser(), STALL_S)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     options = (("grpc.http2.bdp_probe", 0),)
@@ -65,7 +66,7 @@ async def test_a_grpc_stream_that_is_not_read_ends_with_a_typed_error(served):
 
 async def test_an_http_connection_that_is_not_read_is_broken(served):
     listener = listen("127.0.0.1:0", STALL_S)
-    app = HttpFront(served.serving, 1 << 20).app
+    app = HttpFront(served.serving, BodyParser(), 1 << 20).app
     http = _HttpServer(uvicorn.Config(app, log_level="warning", lifespan="off"))
     running = asyncio.create_task(http.serve(sockets=[listener]))
     with socket.socket() as client:
