@@ -139,7 +139,7 @@ class DecodeTier:
                 f"{num_uncached} uncached tokens are more than the {MAX_LOCAL_TOKENS} prefilled on decode"
             )
             self._refuse(sequence.id, ErrorCode.BUSY, message)
-        elif scheduler.num_free_places <= 0 or len(scheduler.waiting) >= MAX_QUEUED_RESERVES:
+        elif len(scheduler.waiting) >= MAX_QUEUED_RESERVES or not scheduler.make_place():
             self._refuse(sequence.id, ErrorCode.BUSY, "no place in the batch")
         else:
             sequence.guide = self.engine.guide(sequence.params)
@@ -180,11 +180,25 @@ class DecodeTier:
         self.events.append(WorkFailed(handoff_id, code, message))
 
     def _reserve(self, sequence: Sequence) -> bool:
-        """Take a batch place and blocks for the tokens plus one, leaving a free block for each running sequence.
+        """Take a batch place and blocks for the tokens plus one, at the cost of those whose readers take nothing.
         Whoever was preempted comes first, unless it waits for others to end."""
-        scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
-        if scheduler.num_free_places <= 0 or scheduler.next_waiting is not None:
+        scheduler = self.engine.scheduler
+        if scheduler.next_waiting is not None or not scheduler.make_place():
             return False
+        while (in_flight := self._take_blocks(sequence)) is None:
+            if not scheduler.preempt_idle():
+                return False
+        scheduler.num_reserved_places += 1
+        self._reserved[sequence.id] = Reservation(sequence, in_flight)
+        chain_hash = self._chain_hash(sequence)
+        num_tokens = len(sequence.tokens)
+        self.events.append(Reserved(sequence.id, in_flight, num_tokens, sequence.num_cached, chain_hash))
+        return True
+
+    def _take_blocks(self, sequence: Sequence) -> list[BlockId] | None:
+        """Give it all its blocks, leaving a free one for each running sequence; those that are to be received. None
+        when there is no room."""
+        scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         tokens = sequence.tokens
         shared = pool.lookup(scheduler.full_chain(sequence, len(tokens)))
         num_fresh = scheduler.num_blocks_for(len(tokens) + 1) - len(shared)
@@ -193,23 +207,12 @@ class DecodeTier:
         fresh = pool.allocate(num_fresh, BlockState.IN_FLIGHT) if has_room else None
         if fresh is None:
             pool.release(shared)
-            return False
+            return None
         num_in_flight = scheduler.num_blocks_for(len(tokens)) - len(shared)
         pool.move(fresh[num_in_flight:], BlockState.IN_FLIGHT, BlockState.OWNED)
         sequence.block_ids = [*shared, *fresh]
         sequence.num_cached = len(shared) * scheduler.limits.block_size
-        scheduler.num_reserved_places += 1
-        self._reserved[sequence.id] = Reservation(sequence, fresh[:num_in_flight])
-        self.events.append(
-            Reserved(
-                sequence.id,
-                fresh[:num_in_flight],
-                len(tokens),
-                sequence.num_cached,
-                self._chain_hash(sequence),
-            )
-        )
-        return True
+        return fresh[:num_in_flight]
 
     def _sequence(self, command: Reserve) -> Sequence:
         tokens = [*command.prompt_ids, *command.output_ids]

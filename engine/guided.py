@@ -5,6 +5,7 @@ GuideFactory.guide(grammar) ─► Guide: compiling, in the factory's thread ─
 """
 
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
 
+from core.clock import Clock
 from core.errors import InvalidRequest, TandemError
 from tokenizer.files import load_tokenizer_files
 from tokenizer.grammar import (
@@ -35,10 +37,14 @@ class Compiled(NamedTuple):
 
 class Guide:
     """Of one sequence. Belongs to the engine's thread but for the compiling. Two of one grammar share nothing: what
-    one sequence makes of it must not spend another's limits."""
+    one sequence makes of it must not spend another's limits. `mask_s` is the processor time of the latest
+    mask; `turn` is MaskShare's."""
 
-    def __init__(self, compiled: Future[Compiled]) -> None:
+    def __init__(self, compiled: Future[Compiled], clock: Clock = time.thread_time) -> None:
+        self.mask_s = 0.0
+        self.turn = 0
         self._compiled = compiled
+        self._clock = clock
         self._num_followed = 0
 
     @property
@@ -76,9 +82,11 @@ class Guide:
         grammar is complete that is the model's ends of sequence; nothing at all after an error. Valid until the next
         call."""
         matcher, mask = self._compiled.result()
+        began_s = self._clock()
         matcher.consume_tokens(list(output_ids[self._num_followed :]))
         self._num_followed = len(output_ids)
         fill_mask(matcher, mask)
+        self.mask_s = self._clock() - began_s
         if matcher.is_error():
             mask[:] = 0
         return mask

@@ -17,7 +17,8 @@ A sequence whose reader takes tokens is preempted at most MAX_PREEMPTIONS times:
 - One at the bound waits outside until those older than it and those inside at the bound leave room for all that it
   may become. Each of these progresses, and nobody who needs such a claim passes it. Others do: they are newer, so
   it takes their blocks later on.
-- One without credit is everybody's first victim, shielded or not, also for the sake of one that waits outside.
+- One without credit is everybody's first victim, shielded or not, also for the sake of one that waits outside, for
+  its place as well as for its blocks.
 """
 
 from bisect import insort
@@ -32,6 +33,7 @@ from core.errors import EngineFailed, InvalidRequest, TandemError
 from core.ids import BlockHash, BlockId, HandoffId
 from core.sampling import Top
 from engine.block_pool import BlockPool
+from engine.mask_share import MaskShare
 from engine.sequence import FinishReason, Sequence
 
 MAX_PREEMPTIONS = 3
@@ -123,6 +125,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_reserved_places = 0
         self._arrivals = count()
+        self._masks = MaskShare(clock)
 
     @property
     def has_work(self) -> bool:
@@ -137,6 +140,11 @@ class Scheduler:
     @property
     def num_free_places(self) -> int:
         return self.limits.max_batch - len(self.running) - self.num_reserved_places
+
+    @property
+    def num_suspended(self) -> int:
+        """Whose readers take nothing."""
+        return sum(sequence.credit <= 0 for sequence in (*self.running, *self.waiting))
 
     @property
     def next_waiting(self) -> Sequence | None:
@@ -174,6 +182,20 @@ class Scheduler:
         self._arrive(sequence)
         insort(self.waiting, sequence, key=_turn)
 
+    def make_place(self) -> bool:
+        """Have a free place in the batch, at the cost of those whose readers take nothing. False without one."""
+        while self.num_free_places <= 0:
+            if not self.preempt_idle():
+                return False
+        return True
+
+    def preempt_idle(self) -> bool:
+        """Take place and blocks from the newest whose reader takes nothing. False when there is none."""
+        idle = self._newest_idle()
+        if idle is not None:
+            self._preempt(idle)
+        return idle is not None
+
     def resume(self, sequence: Sequence) -> None:
         """Run a sequence whose blocks the caller owns and whose KV is there (a sealed handoff)."""
         self._arrive(sequence)
@@ -182,14 +204,12 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """The next step: sequences that decode first, the oldest before others, then chunks of those that do not yet,
         then new ones (they are the last entries, with num_computed equal to num_cached). One that is not able is
-        passed over, and one that must wait for a block."""
-        budget = self.limits.token_budget
-        work: list[Work] = []
-        for sequence in list(self.running):
-            if sequence.num_to_compute == 1 and sequence.is_able and budget and self._make_room(sequence):
-                work.append(Work(sequence, 1))
-                budget -= 1
-        room = StepRoom(budget)
+        passed over, one whose grammar is slow until it has its turn, and one that must wait for a block."""
+        decoding = [s for s in self.running if s.num_to_compute == 1 and s.is_able]
+        prompts = [sequence for sequence in self.running if sequence.num_to_compute > 1]
+        held = self._masks.held_back(decoding, bool(prompts or self.next_waiting))
+        work = self._decode([sequence for sequence in decoding if sequence not in held])
+        room = StepRoom(self.limits.token_budget - len(work))
         prompts = [sequence for sequence in self.running if sequence.num_to_compute > 1]
         work += [chunk for sequence in prompts if (chunk := room.take(sequence))]
         while (head := self._next_admitted(room)) is not None:
@@ -197,13 +217,24 @@ class Scheduler:
             insort(self.running, head, key=_arrival)
             if chunk := room.take(head):
                 work.append(chunk)
+        work = work or self._decode(held[:1])
         self._end_waits(work)
         return work
 
+    def _decode(self, sequences: Seq[Sequence]) -> list[Work]:
+        """A token for each that has, or gets, a block for it; a batch place never is more than the token budget."""
+        work: list[Work] = []
+        for sequence in sequences:
+            if len(work) < self.limits.token_budget and self._make_room(sequence):
+                work.append(Work(sequence, 1))
+        return work
+
     def _next_admitted(self, room: "StepRoom") -> Sequence | None:
-        """The next waiting sequence, once it has all its blocks. None when it must wait."""
-        head = self.next_waiting if self.num_free_places > 0 else None
-        return head if head is not None and room.has_some(head) and self._admit(head) else None
+        """The next waiting sequence, once it has a place and all its blocks. None when it must wait."""
+        head = self.next_waiting
+        if head is None or not room.has_some(head) or not self.make_place():
+            return None
+        return head if self._admit(head) else None
 
     def commit(self, work: Seq[Work], sampled: dict[HandoffId, Sampled]) -> list[Progress]:
         """Account for a computed step. `sampled` is by sequence id. Finished sequences leave the batch, still owning
@@ -266,10 +297,8 @@ class Scheduler:
         """Reserve what the sequence needs to run, at the cost of those whose readers take nothing. False when there
         is no room."""
         while not (self._has_claim(sequence) and self._take_blocks(sequence)):
-            idle = self._newest_idle()
-            if idle is None:
+            if not self.preempt_idle():
                 return False
-            self._preempt(idle)
         return True
 
     def _take_blocks(self, sequence: Sequence) -> bool:

@@ -104,6 +104,7 @@ def report(tier: Tier) -> Report:
         step_s=tier.engine.step_s,
         tokens_per_s=tier.engine.tokens_per_s,
         blocks_by_state={state.value: count for state, count in scheduler.pool.counts.items()},
+        num_suspended=scheduler.num_suspended,
     )
     events, tier.events = tier.events, []
     changes: list[CacheChange] = scheduler.pool.drain_changes()

@@ -101,7 +101,8 @@ class Admission:
             return 0.0
         num_places = sum(candidate.record.max_batch for candidate in candidates)
         num_running = sum(candidate.load.num_running + candidate.load.num_waiting for candidate in candidates)
-        num_ahead = max(num_live, num_running) + len(self._arriving) + 1 - num_places
+        num_suspended = sum(candidate.load.num_suspended for candidate in candidates)
+        num_ahead = max(num_live, num_running) - num_suspended + len(self._arriving) + 1 - num_places
         num_ahead = max(num_ahead, self._short_of_blocks(candidates, num_tokens, waiting_prompts))
         if num_ahead <= 0:
             return 0.0

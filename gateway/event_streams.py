@@ -1,14 +1,14 @@
 """Streamed answers as server-sent events. Closing a stream aborts what is left of its request, also when its task is
 being cancelled."""
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from core.errors import TandemError
 from gateway.json_text import compact_json, large_json
 from gateway.openai_objects import Envelope, error_object
+from gateway.rendering import MAX_INLINE, num_logprobs, rendered
 from gateway.responses_objects import ResponseWriter
 from gateway.text_generation import TextChunk
 
@@ -29,13 +29,14 @@ async def choice_events(
     wishes: StreamWishes,
 ) -> AsyncIterator[bytes]:
     """Completions and chats. An error after the headers is an error event and the end, never a finish."""
-
     try:
         for choice in range(num_choices):
             if (opening := envelope.shape.opening(choice)) is not None:
                 yield _event(envelope.chunk(opening, _usage(envelope, wishes)))
         async for chunk in _with_first(first, rest):
-            for event in await _made(partial(_choice_events, chunk, envelope, wishes), chunk):
+            timing = envelope.timing(chunk.choice) if chunk.finish_reason and wishes.timing else None
+            make = partial(_chunk_events, chunk, envelope, wishes, timing)
+            for event in await rendered(make, [chunk]):
                 yield event
         if wishes.usage:
             yield _event(envelope.chunk(None, envelope.usage()))
@@ -46,18 +47,25 @@ async def choice_events(
         await rest.aclose()
 
 
-def _choice_events(chunk: TextChunk, envelope: Envelope, wishes: StreamWishes) -> Iterator[bytes]:
-    for choice_part in envelope.shape.parts(chunk):
-        part = envelope.chunk(choice_part, _usage(envelope, wishes))
-        if choice_part["finish_reason"] and wishes.timing:
-            part["timing"] = envelope.timing(chunk.choice)
-        yield _event(part, is_large=chunk.prompt is not None)
-
-
 def _usage(envelope: Envelope, wishes: StreamWishes) -> dict[str, Any]:
+    """What each chunk but the last says of it."""
     if wishes.running_usage:
         return envelope.usage()
     return {"usage": None} if wishes.usage else {}
+
+
+def _chunk_events(
+    chunk: TextChunk, envelope: Envelope, wishes: StreamWishes, timing: dict[str, Any] | None
+) -> list[bytes]:
+    """`timing` goes with the choice's end."""
+    parts = [
+        (choice, envelope.chunk(choice, _usage(envelope, wishes))) for choice in envelope.shape.parts(chunk)
+    ]
+    for choice, part in parts:
+        if choice["finish_reason"] and timing is not None:
+            part["timing"] = timing
+    is_large = num_logprobs([chunk]) > MAX_INLINE
+    return [_event(part, is_large) for _, part in parts]
 
 
 async def response_events(
@@ -79,11 +87,6 @@ async def response_events(
             yield _named_event(event)
     finally:
         await rest.aclose()
-
-
-async def _made(make: Callable[[], Iterator[bytes]], chunk: TextChunk) -> Iterable[bytes]:
-    """The events of a chunk; where it has a prompt, whose scores may be many, in a thread."""
-    return make() if chunk.prompt is None else await asyncio.to_thread(lambda: list(make()))
 
 
 async def _with_first(

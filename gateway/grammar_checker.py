@@ -19,10 +19,15 @@ START_LIMIT_S = 60.0
 ALL_CHOICES_LIMIT_S = 2 * CPU_LIMIT_S
 MAX_WAITING = 64
 MAX_REMEMBERED_CHARACTERS = 8 << 20
+MAX_CHILDREN = 2
+"""That one form may cost: a second one when the first was killed by somebody else."""
+_BEYOND = "cannot be compiled within the limits"
 _ENDS = {
     -signal.SIGPROF: f"takes longer than {CPU_LIMIT_S:g} s to compile",
     -signal.SIGSEGV: "is nested too deeply",
+    -signal.SIGABRT: _BEYOND,
 }
+"""What a child's end says of the form that it had. Any other end may have come before the form did."""
 
 
 class GrammarChecker:
@@ -66,18 +71,24 @@ class GrammarChecker:
 
     async def _judge(self, form: OutputForm) -> Verdict:
         """Ask the child; whatever ends it, or this wait, leaves none that owes an answer."""
-        child = self._child or await self._start(form.field)
-        try:
-            async with asyncio.timeout(ANSWER_LIMIT_S):
-                verdict = await _ask(child, form)
-        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
-            status = await self._end(child)
-            return Verdict(error=_ENDS.get(status, "cannot be compiled within the limits"))
-        except asyncio.CancelledError:
-            await self._end(child)
-            raise
-        self._known.add(form, verdict)
-        return verdict
+        for _ in range(MAX_CHILDREN):
+            child = self._child or await self._start(form.field)
+            try:
+                async with asyncio.timeout(ANSWER_LIMIT_S):
+                    verdict = await _ask(child, form)
+            except (ConnectionError, asyncio.IncompleteReadError):
+                if reason := _ENDS.get(await self._end(child)):
+                    return Verdict(error=reason)
+            except TimeoutError:
+                await self._end(child)
+                break
+            except asyncio.CancelledError:
+                await self._end(child)
+                raise
+            else:
+                self._known.add(form, verdict)
+                return verdict
+        return Verdict(error=_BEYOND)
 
     async def _start(self, field: str) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE

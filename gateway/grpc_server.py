@@ -26,6 +26,7 @@ from gateway.ask import Ask
 from gateway.body_parser import BodyParser
 from gateway.grpc_schema import parse_request, read_message
 from gateway.openai_objects import MAX_MESSAGE_LEN
+from gateway.rendering import rendered
 from gateway.resumable import ResumableStreams
 from gateway.serving import Serving
 from gateway.text_generation import EchoedPrompt, TextChunk
@@ -80,11 +81,14 @@ class GrpcFront:
         try:
             ask, _ = await self._parse(request, is_stream=False)
             answer = await self._serving.prepare(ask, context.time_remaining())
-            whole = await answer.whole()
-            choices = [await _made(answer, ask, chunks) for chunks in whole]
+            response = pb.GenerateResponse(request_id=answer.request_id)
+            for chunks in await answer.whole():
+                response.choices.append(await _told(answer, ask, chunks))
+                if response.ByteSize() > MAX_MESSAGE_BYTES:
+                    break
         except TandemError as error:
             await _abort(context, error)
-        response = pb.GenerateResponse(request_id=answer.request_id, choices=choices, usage=_usage(answer))
+        response.usage.CopyFrom(_usage(answer))
         if response.ByteSize() > MAX_MESSAGE_BYTES:
             message = f"the answer is larger than {MAX_MESSAGE_BYTES} bytes; GenerateStream has no such limit"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
@@ -157,7 +161,7 @@ async def _messages(
     num_open = ask.num_choices
     async with contextlib.aclosing(answer.chunks()) as chunks:
         async for chunk in chunks:
-            choice = await _made(answer, ask, [chunk])
+            choice = await _told(answer, ask, [chunk])
             for part in _first_scores(choice):
                 yield pb.GenerateChunk(request_id=answer.request_id, choice=part)
             num_open -= bool(chunk.finish_reason)
@@ -172,14 +176,14 @@ def _first_scores(choice: pb.Choice) -> Iterator[pb.Choice]:
         del choice.prompt_logprobs[:MAX_SCORES]
 
 
-async def _made(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
-    """The choice; where it has a prompt, whose scores may be many, in a thread."""
-    if chunks[0].prompt is None:
-        return _choice(answer, ask, chunks)
-    return await asyncio.to_thread(_choice, answer, ask, chunks)
+async def _told(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
+    choice = await rendered(partial(_choice, ask, chunks), chunks)
+    if choice.finish_reason:
+        choice.timing.CopyFrom(pb.Timing(**asdict(answer.timing(choice.index))))
+    return choice
 
 
-def _choice(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
+def _choice(ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
     first, last = chunks[0], chunks[-1]
     tokens = [token for chunk in chunks for token in chunk.tokens]
     calls = joined_calls(call for chunk in chunks for call in chunk.calls)
@@ -207,8 +211,6 @@ def _choice(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
         )
     if first.prompt is not None and first.prompt.scores:
         choice.prompt_logprobs.extend(_prompt_logprobs(first.prompt))
-    if last.finish_reason:
-        choice.timing.CopyFrom(pb.Timing(**asdict(answer.timing(first.choice))))
     return choice
 
 

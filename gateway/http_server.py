@@ -19,8 +19,7 @@ from gateway.ask import Ask
 from gateway.body_parser import BodyParser
 from gateway.chat_objects import ChatShape
 from gateway.event_streams import StreamWishes, choice_events, response_events
-from gateway.json_text import large_json
-from gateway.openai_objects import CompletionShape, Envelope, Json, Shape, error_object, http_status
+from gateway.openai_objects import CompletionShape, Envelope, Shape, error_object, http_status
 from gateway.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from gateway.responses_objects import ResponseWriter
 from gateway.responses_schema import UNSUPPORTED, ResponsesBody
@@ -81,8 +80,10 @@ class HttpFront:
             events = partial(response_events, writer=writer, wants_timing=wants_timing)
             return await _stream(request, answer, headers, events)
         (only_choice,) = await _unless_gone(request, answer.whole())
-        timing = writer.timing if wants_timing else None
-        return await _whole(partial(writer.whole, only_choice), timing, headers)
+        whole = writer.whole(only_choice)
+        if wants_timing:
+            whole["timing"] = writer.timing()
+        return JSONResponse(whole, headers=headers)
 
     async def tokenize(self, request: Request) -> Response:
         body: TokenizeBody = await self._parse(request, partial(parse_body, kind=TokenizeBody))
@@ -178,9 +179,8 @@ class HttpFront:
             wishes = StreamWishes(body.wants_usage, body.wants_running_usage, wants_timing)
             events = partial(choice_events, num_choices=ask.num_choices, envelope=envelope, wishes=wishes)
             return await _stream(request, answer, headers, events)
-        choices = await _unless_gone(request, answer.whole())
-        timing = envelope.timing if wants_timing else None
-        return await _whole(partial(envelope.whole, choices), timing, headers)
+        whole = await envelope.whole(await _unless_gone(request, answer.whole()), wants_timing)
+        return Response(whole, headers=headers, media_type="application/json")
 
     def _model_object(self) -> dict[str, Any]:
         model: dict[str, Any] = {
@@ -197,18 +197,6 @@ class HttpFront:
 def _body_and_ask(raw: bytes, parse: Callable[[bytes], Any], client_request_id: str) -> tuple[Any, Ask]:
     body = parse(raw)
     return body, body.ask(client_request_id)
-
-
-async def _whole(
-    make: Callable[[], Json], timing: Callable[[], Json] | None, headers: dict[str, str]
-) -> Response:
-    """An answer in one piece, made and written in a thread: the scores of a prompt's tokens may be many."""
-
-    def written() -> bytes:
-        return large_json(make() if timing is None else {**make(), "timing": timing()}).encode()
-
-    body = await asyncio.to_thread(written)
-    return Response(body, media_type="application/json", headers=headers)
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from core.handoff import HandoffState
+from core.ids import RequestId
 from core.scores import PromptScore
 from gateway.generation import GenerationRequest
 from gateway.timing import StageClock
@@ -35,7 +36,8 @@ class HandoffReport:
 @dataclass(frozen=True, slots=True)
 class Live:
     """A running choice, as `/cluster` and abort see it. `is_handed_over` is set when its prompt's blocks are where it
-    decodes, and at its end: others of the same `leader` go on then."""
+    decodes, and at its end: others of the same `leader` go on then. `answer_id` is what the client knows its whole
+    request by: the id of the first choice, which may have ended before the others."""
 
     request: GenerationRequest
     clock: StageClock
@@ -43,6 +45,7 @@ class Live:
     cancelled: asyncio.Event
     is_handed_over: asyncio.Event = field(default_factory=asyncio.Event)
     leader: "Live | None" = None
+    answer_id: RequestId | None = None
 
     @property
     def hosts(self) -> tuple[str, ...]:

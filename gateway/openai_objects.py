@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from core.errors import (
@@ -17,7 +18,9 @@ from core.errors import (
 from gateway.answer import Answer, Usage
 from gateway.ask import Ask
 from gateway.chat_objects import ChatShape
+from gateway.json_text import compact_json, large_json
 from gateway.logprobs import CompletionLogprobs, prompt_part
+from gateway.rendering import rendered
 from gateway.text_generation import TextChunk
 from gateway.tokenizer import TextTokenizer
 
@@ -89,13 +92,16 @@ class Envelope:
         """As it is now."""
         return {"usage": usage_object(self._answer.usage)}
 
-    def whole(self, choices: Sequence[Sequence[TextChunk]]) -> Json:
-        return {
-            **self._common,
-            "object": self.shape.kind,
-            "choices": [self.shape.whole(chunks) for chunks in choices],
-            **self.usage(),
-        }
+    async def whole(self, choices: Sequence[Sequence[TextChunk]], has_timing: bool = False) -> bytes:
+        """The answer's JSON, made a choice at a time."""
+        bodies = [await rendered(partial(self._whole_choice, chunks), chunks) for chunks in choices]
+        head = compact_json({**self._common, "object": self.shape.kind}).encode()
+        timing = {"timing": self.timing()} if has_timing else {}
+        tail = compact_json({**self.usage(), **timing}).encode()
+        return b"".join((head[:-1], b',"choices":[', b",".join(bodies), b"],", tail[1:]))
+
+    def _whole_choice(self, chunks: Sequence[TextChunk]) -> bytes:
+        return large_json(self.shape.whole(chunks)).encode()
 
     def timing(self, choice: int = 0) -> Json:
         return asdict(self._answer.timing(choice))

@@ -62,7 +62,7 @@ class Orchestrator:
         generations: dict[RequestId, Generation] = {}
         for request in requests:
             leader = generations[request.leader.request_id] if request.leader is not None else None
-            generations[request.request_id] = Generation(self, request, leader)
+            generations[request.request_id] = Generation(self, request, leader, requests[0].request_id)
         return list(generations.values())
 
     def check_room(self, num_tokens: int = 1, num_choices: int = 1) -> None:
@@ -83,11 +83,12 @@ class Orchestrator:
         self.admission.check(prefill, decode, num_tokens, waiting, num_live)
 
     def abort(self, request_id: str) -> bool:
-        """End a request by its own id or its client's. False when no such request runs here."""
+        """End a request, all its choices, by its own id or its client's. False when no such request runs here."""
         found = [
             live
             for live in self.live.values()
-            if request_id and request_id in (live.request.request_id, live.request.client_request_id)
+            if request_id
+            and request_id in (live.answer_id, live.request.request_id, live.request.client_request_id)
         ]
         for live in found:
             live.cancelled.set()
@@ -206,7 +207,11 @@ class Generation:
     """One admitted request: iterate `tokens()` once, then read `timing` and `report`."""
 
     def __init__(
-        self, orchestrator: Orchestrator, request: GenerationRequest, leader: "Generation | None" = None
+        self,
+        orchestrator: Orchestrator,
+        request: GenerationRequest,
+        leader: "Generation | None" = None,
+        answer_id: RequestId | None = None,
     ) -> None:
         self.request = request
         self.report = HandoffReport()
@@ -218,6 +223,7 @@ class Generation:
             self.report,
             cancelled=asyncio.Event(),
             leader=leader.live if leader is not None else None,
+            answer_id=answer_id,
         )
 
     async def tokens(self) -> AsyncGenerator[OutputToken, None]:

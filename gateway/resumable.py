@@ -45,7 +45,8 @@ class ResumableStreams(Generic[Chunk]):
 
     def hold(self, make_source: Callable[[str], AsyncGenerator[Chunk, None]]) -> AsyncGenerator[Chunk, None]:
         """Begin the stream `make_source(token)` and read it from its start. The source is iterated by a task of its
-        own, and closed when the stream had no reader for `grace_s`."""
+        own, and closed when the stream had no reader for `grace_s`. Raises Busy."""
+        self.check_room()
         token = secrets.token_urlsafe(TOKEN_BYTES)
         stream = self._streams[token] = _HeldStream(make_source(token))
         self._pumps.add(stream.pump)
@@ -60,6 +61,7 @@ class ResumableStreams(Generic[Chunk]):
         stream = self._streams.get(token)
         if stream is None:
             raise StreamNotFound("no stream is held under this token")
+        stream.check(offset)
         turn = stream.take_over()
         try:
             async with contextlib.aclosing(stream.chunks_from(offset, turn)) as chunks:
@@ -97,6 +99,11 @@ class _HeldStream(Generic[Chunk]):
         """It has ended, and nobody reads it."""
         return self._has_ended and self.expiry is not None
 
+    def check(self, offset: int) -> None:
+        """Raises InvalidRequest for an offset beyond what there is."""
+        if offset > len(self._chunks):
+            raise InvalidRequest("offset", f"the stream has {len(self._chunks)} chunks so far, not {offset}")
+
     def take_over(self) -> int:
         """Whoever read until now is told; the new reader's turn."""
         self._stop_expiry()
@@ -113,8 +120,6 @@ class _HeldStream(Generic[Chunk]):
         self.pump.cancel()
 
     async def chunks_from(self, offset: int, turn: int) -> AsyncGenerator[Chunk, None]:
-        if offset > len(self._chunks):
-            raise InvalidRequest("offset", f"the stream has {len(self._chunks)} chunks so far, not {offset}")
         while True:
             changed = self._changed
             while offset < len(self._chunks) and turn == self._turn:

@@ -77,7 +77,7 @@ def _decode_cost(
 ) -> tuple[bool, float, int, WorkerId]:
     """Full batches and full pools last; then by how full the batch is, less what need not be sent."""
     record, load = candidate.record, candidate.load
-    num_sequences = max(load.num_running + load.num_waiting, candidate.num_pending)
+    num_sequences = max(load.num_running + load.num_waiting, candidate.num_pending) - load.num_suspended
     needs_blocks = record.kv_spec.num_blocks_for(num_tokens + 1)
     is_full = num_sequences >= record.max_batch or load.num_free_blocks < needs_blocks
     cached = overlap.get(record.epoch, 0) * HASH_BLOCK_TOKENS / max(num_tokens, 1)

@@ -30,8 +30,8 @@ from gateway.tool_calls import ToolCallParser
 from gateway.tool_grammar import tool_form
 
 DEFAULT_MAX_TOKENS = 16
-MAX_SCORES = 1 << 20
-"""Log-probabilities that one request may ask for of its prompts' tokens."""
+MAX_PROMPT_SCORES = 1 << 20
+"""Log-probabilities of prompts that one answer tells: each choice has those of its prompt."""
 
 
 class Serving:
@@ -111,7 +111,7 @@ class Serving:
             self.orchestrator.check_room()
             sampling = await self._sampling(ask)
             prompts = [await self._prepare_prompt(ask, prompt) for prompt in ask.prompts]
-            _check_scores(ask, sum(len(prompt.ids) for prompt in prompts))
+            _check_scores(ask, _repeated(prompts, ask))
             allowed_s = min(self._timeout_s, math.inf if deadline_s is None else deadline_s)
             requests = self._requests(ask, sampling, prompts, allowed_s)
             generations = self.orchestrator.begin(requests)
@@ -250,14 +250,12 @@ class PreparedPrompt:
     echoed: str | None = None
 
 
-def _check_scores(ask: Ask, num_prompt_tokens: int) -> None:
-    """Raises InvalidRequest."""
-    num_each = ask.sampling.num_prompt_logprobs + 1
-    if num_each * num_prompt_tokens > MAX_SCORES:
+def _check_scores(ask: Ask, prompts: Sequence[PreparedPrompt]) -> None:
+    """Raises InvalidRequest for more log-probabilities of the choices' `prompts` than an answer may have."""
+    num_scores = sum(len(prompt.ids) for prompt in prompts) * (1 + ask.sampling.num_prompt_logprobs)
+    if num_scores > MAX_PROMPT_SCORES:
         field = "logprobs" if ask.echoes and ask.wants_logprobs else "prompt_logprobs"
-        message = (
-            f"{num_each} log-probabilities of each of {num_prompt_tokens} tokens: at most {MAX_SCORES} in all"
-        )
+        message = f"{num_scores} log-probabilities of prompts are more than the {MAX_PROMPT_SCORES} allowed"
         raise InvalidRequest(field, message)
 
 

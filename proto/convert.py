@@ -212,6 +212,7 @@ def load_to_proto(load: Load) -> pb.Load:
         blocks_by_state=load.blocks_by_state,
         tokens_per_s=load.tokens_per_s,
         is_draining=load.is_draining,
+        num_suspended=load.num_suspended,
     )
 
 
@@ -227,6 +228,7 @@ def load_from_proto(message: pb.Load) -> Load:
         tokens_per_s=message.tokens_per_s,
         sequence=message.sequence,
         is_draining=message.is_draining,
+        num_suspended=message.num_suspended,
     )
 
 

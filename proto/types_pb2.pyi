@@ -174,7 +174,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_blocks", "num_free_blocks", "num_queued_tokens", "num_running", "num_waiting", "step_s", "sequence", "blocks_by_state", "tokens_per_s", "is_draining")
+    __slots__ = ("num_blocks", "num_free_blocks", "num_queued_tokens", "num_running", "num_waiting", "step_s", "sequence", "blocks_by_state", "tokens_per_s", "is_draining", "num_suspended")
     class BlocksByStateEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +192,7 @@ class Load(_message.Message):
     BLOCKS_BY_STATE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NUM_SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     num_free_blocks: int
     num_queued_tokens: int
@@ -202,4 +203,5 @@ class Load(_message.Message):
     blocks_by_state: _containers.ScalarMap[str, int]
     tokens_per_s: float
     is_draining: bool
-    def __init__(self, num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., step_s: _Optional[float] = ..., sequence: _Optional[int] = ..., blocks_by_state: _Optional[_Mapping[str, int]] = ..., tokens_per_s: _Optional[float] = ..., is_draining: _Optional[bool] = ...) -> None: ...
+    num_suspended: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., step_s: _Optional[float] = ..., sequence: _Optional[int] = ..., blocks_by_state: _Optional[_Mapping[str, int]] = ..., tokens_per_s: _Optional[float] = ..., is_draining: _Optional[bool] = ..., num_suspended: _Optional[int] = ...) -> None: ...

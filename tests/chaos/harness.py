@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import grpc
 import psutil
 from rich.console import Console
 from rich.table import Table
@@ -26,11 +25,11 @@ from core.worker import Role
 from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.testing import make_tiny_model
-from proto import client_pb2 as pb
-from proto import client_pb2_grpc
 from tandem.testing import LocalCluster
-from tests.chaos.asked import HANG_S, Asks, Record, judge
+from tests.chaos.asked import Asks, Record, judge
+from tests.chaos.asking import ask
 from tests.chaos.proxy import ProxiedCluster
+from tests.chaos.wishes import random_request
 
 WORKERS = {
     "prefill-0": Role.PREFILL,
@@ -104,20 +103,14 @@ class Chaos:
             )
 
     async def _one(self) -> None:
-        rng = self.random
-        length = rng.choice(self.asks.prompt_lengths)
-        leaves = rng.random() * 1.5 if rng.random() < 0.15 else None
-        prompt = [rng.randrange(self.asks.vocab_size) for _ in range(length)]
-        temperature = rng.choice((0.0, 0.0, 0.8))
-        max_tokens = rng.choice(self.asks.output_lengths)
-        record = Record(prompt, max_tokens, rng.getrandbits(60), temperature, leaves)
+        record = self._random_record()
         index = len(self.records)
         self.records.append(record)
         self._live.add(index)
         started_s = time.monotonic()
         try:
-            async with asyncio.timeout(leaves):
-                await self._stream(record)
+            async with asyncio.timeout(record.leaves_after_s):
+                await ask(self.cluster.grpc, record)
         except TimeoutError:
             if record.num_ends == 0:  # or it left in the moment in which its end had come
                 record.outcome = "client left"
@@ -128,25 +121,18 @@ class Chaos:
         for fault in set(record.faults_meanwhile):
             self.absorbed[fault, record.outcome] += 1
 
-    async def _stream(self, record: Record) -> None:
-        request = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=record.prompt),
-            max_tokens=record.max_tokens,
-            temperature=record.temperature,
-            seed=record.seed,
-        )
-        try:
-            async with grpc.aio.insecure_channel(self.cluster.grpc) as channel:
-                stream = client_pb2_grpc.TandemStub(channel).GenerateStream(request, timeout=HANG_S)
-                async for chunk in stream:
-                    record.tokens += chunk.token_ids
-                    if chunk.finish_reason:
-                        record.num_ends += 1
-                        again = chunk.timing.num_attempts > 1
-                        record.outcome = "right, retried" if again else "right"
-        except grpc.aio.AioRpcError as error:
-            record.num_ends += 1
-            record.outcome = dict(error.trailing_metadata() or ()).get("tandem-code") or error.code().name
+    def _random_record(self) -> Record:
+        rng, asks = self.random, self.asks
+        record = Record(random_request(rng, asks.vocab_size, asks.prompt_lengths, asks.output_lengths))
+        after_s = rng.random() ** 2 * 1.5
+        match rng.choices(("stays", "leaves", "aborts", "comes back"), (65, 12, 8, 15))[0]:
+            case "leaves":
+                record.leaves_after_s = after_s
+            case "aborts":
+                record.aborts_after_s = after_s
+            case "comes back":
+                record.request.resumable = True
+        return record
 
     async def _harm(self) -> None:
         kinds: list[Callable[[], Awaitable[str]]] = [
@@ -319,7 +305,7 @@ async def run(seed: int, num_requests: int, num_faults: int, model: str | None) 
             wrong += [f"{n} grew by {g >> 20} MiB" for n, g in grown.items() if g > MAX_GROWTH_BYTES]
             logs = cluster.logs()
         llm = LLM(EngineConfig(str(path), DType.FLOAT32, num_blocks=1200, enable_prefix_cache=False))
-        wrong += judge(chaos.records, llm, asks)
+        wrong += await asyncio.to_thread(judge, chaos.records, llm, asks)
         llm.close()
     show(console, seed, chaos)
     for line in wrong:

@@ -244,6 +244,31 @@ def test_credit_holds_one_stream_back_and_no_other():
     assert rig.tokens[id_of(1)] == expected(slow)
 
 
+@pytest.mark.parametrize("scarce", ["places", "blocks"])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_readers_that_take_nothing_keep_neither_places_nor_blocks_from_others(scarce, is_local):
+    """Those who read on are served in the end."""
+    rig = Rig(num_blocks=12, max_batch=2 if scarce == "places" else 8)
+    slow = [reserve(number, [number] * 75, 12, credit=2) for number in (1, 2)]
+    for command in slow:
+        rig.activate(command, rig.reserve(command))
+    rig.run()
+    assert rig.tier.engine.scheduler.num_suspended == 2
+    other = reserve(3, range(40 if scarce == "blocks" else 5), is_local=is_local)
+    if is_local:
+        rig.tokens[other.id] = []
+        assert rig.do(other) == []
+    else:
+        rig.activate(other, rig.reserve(other))
+    rig.run()
+    assert rig.tokens[other.id] == expected(other)
+    for command in slow:
+        rig.do(Credit(command.id, 100))
+        rig.run()
+        assert rig.tokens[command.id] == expected(command)
+    assert rig.is_idle()
+
+
 def test_credit_that_comes_before_the_seal_counts():
     rig = Rig()
     command = reserve(1, range(20), credit=1)

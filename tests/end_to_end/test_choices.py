@@ -186,6 +186,29 @@ async def test_scores_of_a_prompt_that_is_cached_are_those_of_a_cold_one(http):
     assert all(str(token) in scores[token] for token in range(1, 100))
 
 
+async def test_many_scores_are_the_same_through_every_door(cluster, http, connect):
+    fields = {"prompt": list(range(200)), "max_tokens": 1, "prompt_logprobs": 20, "temperature": 0, "n": 2}
+    whole = (await complete(http, **fields))["choices"]
+    answer = await http.post(
+        "/v1/completions", json={"model": MODEL, "stream": True, **fields}, headers={"x-tandem-timing": "1"}
+    )
+    events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    assert all(event["timing"]["total_s"] > 0 for event in events)
+    for event in events:
+        (choice,) = event["choices"]
+        assert choice["prompt_logprobs"] == whole[choice["index"]]["prompt_logprobs"]
+    async with connect(cluster) as client:
+        request = make_request(fields["prompt"], 1, prompt_logprobs=20, n=2)
+        answer = await client.stub.Generate(request)
+        streamed = [chunk.choice async for chunk in client.stub.GenerateStream(request)]
+    for choice in (*answer.choices, *streamed):
+        assert choice.timing.total_s > 0
+        told = [score.logprob for score in choice.prompt_logprobs[1:]]
+        assert told == pytest.approx(
+            [entry[str(token)]["logprob"] for token, entry in enumerate(whole[0]["prompt_logprobs"]) if entry]
+        )
+
+
 async def test_a_bad_word_is_never_said(http):
     plain = (await complete(http, max_tokens=30, temperature=0, ignore_eos=True))["choices"][0]["text"]
     word = next(character for character in plain if character.isascii() and character.isupper())

@@ -175,3 +175,10 @@ def test_an_engine_of_a_model_without_an_end_takes_no_grammar(tiny_model, tmp_pa
     factory = GuideFactory(tmp_path, VOCAB)
     assert isinstance(ready(factory, 'start: "a"').error, EngineFailed)
     factory.close()
+
+
+def test_a_guide_knows_what_its_masks_cost(factory):
+    slow, usual = ready(factory, 'start: e\ne: e e e e | e e e | e e | "a"'), ready(factory, 'start: "a"*')
+    for guide in (slow, usual):
+        guide.mask(list(b"a" * 30))
+    assert slow.mask_s > 10 * usual.mask_s > 0

@@ -94,6 +94,14 @@ def test_what_other_gateways_run_counts_too():
     assert not admits(made, [], full)
 
 
+def test_those_whose_readers_take_nothing_are_before_nobody():
+    made, _ = admission()
+    full = replace(FAST, num_running=8, num_waiting=8)
+    assert not admits(made, [], [candidate("d", full, max_batch=8)], num_live=16)
+    suspended = candidate("d", replace(full, num_suspended=16), max_batch=8)
+    assert admits(made, [], [suspended], num_live=16)
+
+
 def test_while_no_end_was_seen_a_tier_may_be_filled_twice():
     made, _ = admission()
     decode = [candidate("d", FAST, max_batch=8)]

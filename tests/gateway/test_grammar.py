@@ -3,6 +3,8 @@ else having to wait."""
 
 import asyncio
 import json
+import os
+import signal
 import time
 from typing import Any
 
@@ -275,6 +277,12 @@ async def test_a_client_that_leaves_takes_no_answer_from_the_next(checker):
     await asyncio.sleep(0.05)
     leaving.cancel()
     assert await staying == to_grammar(regex("f", "b"))
+
+
+async def test_a_child_that_somebody_killed_is_no_fault_of_the_next_form(checker):
+    await checker.check(regex("f", "a"))
+    os.kill(checker._child.pid, signal.SIGKILL)
+    assert await checker.check(regex("f", "b")) == to_grammar(regex("f", "b"))
 
 
 async def test_a_model_without_an_end_has_no_grammars(tmp_path, tiny_model):

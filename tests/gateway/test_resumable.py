@@ -161,6 +161,17 @@ async def test_an_offset_beyond_the_stream_is_the_client_s_mistake():
     assert caught.value.field == "offset"
 
 
+async def test_an_offset_beyond_the_stream_ends_nobody_elses_reading():
+    streams, source = ResumableStreams[int](), Source(2)
+    source.release(1)
+    reader = streams.hold(source.chunks)
+    assert await take(reader, 1) == [0]
+    with pytest.raises(InvalidRequest):
+        await rest(streams.resume(source.token, 2))
+    source.release(1)
+    assert await rest(reader) == [1]
+
+
 async def test_the_number_of_streams_is_bounded_and_ended_ones_make_room():
     streams = ResumableStreams[int](max_streams=2)
     sources = [Source(1) for _ in range(3)]
@@ -169,6 +180,8 @@ async def test_the_number_of_streams_is_bounded_and_ended_ones_make_room():
     await asyncio.sleep(0)
     with pytest.raises(Busy):
         streams.check_room()
+    with pytest.raises(Busy):
+        streams.hold(sources[2].chunks)
     sources[0].release(1)
     assert await waiting[0] == [0]
     streams.check_room()

@@ -200,6 +200,21 @@ async def test_an_abort_by_either_id_ends_the_request(served):
         await prefill.take("abort")
 
 
+async def test_an_abort_ends_the_choices_that_outlive_the_first(served):
+    """The answer's id is that of its first choice, which has ended here."""
+    answer = await served.serving.prepare(Ask("m", (Prompt("prompt", text="x"),), 8, GREEDY, n=2, best_of=2))
+    chunks = collect(answer)
+    prefill, start = await next_of(served.rig.prefill, "start")
+    prefill.emit(started=pb.PrefillStarted(handoff_id=start.handoff_id))
+    emit_only_token(prefill, start, "a")
+    prefill, _ = await next_of(served.rig.prefill, "start")
+    assert len(served.serving.orchestrator.live) == 1
+    assert served.serving.orchestrator.abort(answer.request_id)
+    with pytest.raises(TandemError, match="aborted"):
+        await chunks
+    await next_of([prefill], "abort")
+
+
 REFUSED: dict[str, tuple[Ask, type[TandemError]]] = {
     "a model": (Ask("other", (Prompt("prompt", text="x"),)), ModelNotFound),
     "no text": (Ask("m", (Prompt("prompt", text=""),)), InvalidRequest),

@@ -1,6 +1,7 @@
 """Answers that call functions, from tokens to OpenAI's objects."""
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -98,7 +99,7 @@ async def test_chunks_are_openais_to_the_letter(served):
     assert len(pieces) > 3, "as they come"
     reasons = [part["finish_reason"] for part in parts if part is not None]
     assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
-    whole = envelope.whole([chunks])
+    whole = json.loads(await envelope.whole([chunks]))
     ChatCompletion.model_validate(whole, strict=True)
     message = whole["choices"][0]["message"]
     assert message["content"] == "Hm."
@@ -108,10 +109,9 @@ async def test_chunks_are_openais_to_the_letter(served):
 async def test_a_whole_answer_of_calls_has_no_content(served):
     ask = asked()
     answer, chunks = await answered(served, ask, CALL, "stop")
-    message = Envelope(ChatShape(served.serving.tokenizer, ask), answer, "m").whole([chunks])["choices"][0][
-        "message"
-    ]
-    assert message["content"] is None
+    envelope = Envelope(ChatShape(served.serving.tokenizer, ask), answer, "m")
+    (choice,) = json.loads(await envelope.whole([chunks]))["choices"]
+    assert choice["message"]["content"] is None
 
 
 async def test_a_chat_without_tools_is_not_read_for_calls(served):
