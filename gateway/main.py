@@ -20,17 +20,17 @@ from cluster.store import Store
 from core.model_path import public_name, resolve_model
 from core.ready_file import write_ready_file
 from core.worker import Role
-from gateway import grpc_server
-from gateway.admission import Admission
-from gateway.body_parser import BodyParser
 from gateway.config import GatewayConfig
-from gateway.fleet import Fleet
-from gateway.grammar_checker import GrammarChecker
-from gateway.http_server import HttpFront
+from gateway.front import grpc_server
+from gateway.front.body_parser import BodyParser
+from gateway.front.http_server import HttpFront
 from gateway.metrics import GatewayMetrics
-from gateway.orchestrator import Orchestrator
+from gateway.routing.admission import Admission
+from gateway.routing.fleet import Fleet
+from gateway.routing.orchestrator import Orchestrator
 from gateway.serving import Serving
-from gateway.tokenizer import TextTokenizer
+from gateway.text.grammar_checker import GrammarChecker
+from gateway.text.tokenizer import TextTokenizer
 from tokenizer.files import load_tokenizer_files
 
 logger = logging.getLogger(__name__)

@@ -16,18 +16,18 @@ from core.sampling import SamplingParams
 from core.worker import Role
 from gateway.answer import Answer
 from gateway.ask import Ask, Prompt
-from gateway.chat import Chat
-from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest
-from gateway.grammar import OutputForm
-from gateway.grammar_checker import GrammarChecker
 from gateway.metrics import GatewayMetrics
-from gateway.orchestrator import Generation, Orchestrator
+from gateway.routing.fleet import Fleet
+from gateway.routing.orchestrator import Generation, Orchestrator
+from gateway.text.chat import Chat
+from gateway.text.grammar import OutputForm
+from gateway.text.grammar_checker import GrammarChecker
+from gateway.text.text_stream import TextStream
+from gateway.text.tokenizer import TextTokenizer
+from gateway.text.tool_calls import ToolCallParser
+from gateway.text.tool_grammar import tool_form
 from gateway.text_generation import TextGeneration
-from gateway.text_stream import TextStream
-from gateway.tokenizer import TextTokenizer
-from gateway.tool_calls import ToolCallParser
-from gateway.tool_grammar import tool_form
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPT_SCORES = 1 << 20

@@ -12,8 +12,8 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from gateway.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from gateway.responses_schema import ResponsesBody
+from gateway.front.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.front.responses_schema import ResponsesBody
 from proto import client_pb2 as pb
 
 Json = dict[str, Any]
