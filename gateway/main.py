@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -19,16 +20,17 @@ from cluster.store import Store
 from core.model_path import public_name, resolve_model
 from core.ready_file import write_ready_file
 from core.worker import Role
-from gateway import grpc_server
-from gateway.admission import Admission
 from gateway.config import GatewayConfig
-from gateway.fleet import Fleet
-from gateway.grammar_checker import GrammarChecker
-from gateway.http_server import HttpFront
+from gateway.front import grpc_server
+from gateway.front.body_parser import BodyParser
+from gateway.front.http_server import HttpFront
 from gateway.metrics import GatewayMetrics
-from gateway.orchestrator import Orchestrator
+from gateway.routing.admission import Admission
+from gateway.routing.fleet import Fleet
+from gateway.routing.orchestrator import Orchestrator
 from gateway.serving import Serving
-from gateway.tokenizer import TextTokenizer
+from gateway.text.grammar_checker import GrammarChecker
+from gateway.text.tokenizer import TextTokenizer
 from tokenizer.files import load_tokenizer_files
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,8 @@ async def serve(config: GatewayConfig) -> int:
     serving = Serving(model_id, tokenizer, fleet, orchestrator, metrics, grammars, config.request_timeout_s)
     loops = {"discovery": fleet.run, "handoff rows": rows.run}
     background = [asyncio.create_task(keep_running(name, loop)) for name, loop in loops.items()]
+    gc.collect()
+    gc.freeze()  # nothing that was loaded is looked at again: a full collection would hold everybody up for it
     try:
         await _run_fronts(config, serving, listener)
     finally:
@@ -72,11 +76,12 @@ class _HttpServer(uvicorn.Server):
 
 async def _run_fronts(config: GatewayConfig, serving: Serving, listener: socket.socket) -> None:
     """Serve on both ports, tell when ready, stop on a signal: unready first, streams may finish, then close."""
-    front = HttpFront(serving, config.max_body_bytes)
+    bodies = BodyParser()
+    front = HttpFront(serving, bodies, config.max_body_bytes)
     http = _HttpServer(
         uvicorn.Config(front.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=STOP_S)
     )
-    rpc, healthy = grpc_server.create_server(serving, config.stall_limit_s)
+    rpc, healthy = grpc_server.create_server(serving, bodies, config.stall_limit_s)
     try:
         grpc_port = rpc.add_insecure_port(config.grpc)
     except RuntimeError as error:
@@ -90,6 +95,7 @@ async def _run_fronts(config: GatewayConfig, serving: Serving, listener: socket.
     announced.cancel()
     http.should_exit = True
     await asyncio.gather(rpc.stop(STOP_S), serving_http)
+    await bodies.close()
 
 
 async def _announce(

@@ -6,7 +6,7 @@ Ask ──prepare()──► Answer ──chunks()──► TextChunk ... TextCh
 import asyncio
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from core.block_hash import hash_chain
@@ -16,18 +16,18 @@ from core.sampling import SamplingParams
 from core.worker import Role
 from gateway.answer import Answer
 from gateway.ask import Ask, Prompt
-from gateway.chat import Chat
-from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest
-from gateway.grammar import OutputForm
-from gateway.grammar_checker import GrammarChecker
 from gateway.metrics import GatewayMetrics
-from gateway.orchestrator import Generation, Orchestrator
+from gateway.routing.fleet import Fleet
+from gateway.routing.orchestrator import Generation, Orchestrator
+from gateway.text.chat import Chat
+from gateway.text.grammar import OutputForm
+from gateway.text.grammar_checker import GrammarChecker
+from gateway.text.text_stream import TextStream
+from gateway.text.tokenizer import TextTokenizer
+from gateway.text.tool_calls import ToolCallParser
+from gateway.text.tool_grammar import tool_form
 from gateway.text_generation import TextGeneration
-from gateway.text_stream import TextStream
-from gateway.tokenizer import TextTokenizer
-from gateway.tool_calls import ToolCallParser
-from gateway.tool_grammar import tool_form
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPT_SCORES = 1 << 20
@@ -83,7 +83,7 @@ class Serving:
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """Off the event loop. Raises InvalidRequest naming the prompt's field."""
         if prompt.token_ids is not None:
-            return self._check_ids(prompt)
+            return self._check_ids(prompt, prompt.token_ids)
         self._check_len(prompt)
         if prompt.chat is not None:
             ids = await asyncio.to_thread(self.tokenizer.encode_chat, prompt.chat)
@@ -94,7 +94,12 @@ class Serving:
         return ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Control tokens included. Raises InvalidRequest for an id outside the vocabulary."""
+        """Control tokens included. Raises InvalidRequest for an id outside the vocabulary, or more than the context
+        holds."""
+        if len(token_ids) > self.context_len:
+            raise InvalidRequest(
+                "tokens", f"{len(token_ids)} tokens are more than the context's {self.context_len}"
+            )
         self._check_vocabulary("tokens", token_ids)
         return await asyncio.to_thread(self.tokenizer.decode, token_ids, skips_special_tokens=False)
 
@@ -106,7 +111,7 @@ class Serving:
             self.orchestrator.check_room()
             sampling = await self._sampling(ask)
             prompts = [await self._prepare_prompt(ask, prompt) for prompt in ask.prompts]
-            _check_scores(sampling, _repeated(prompts, ask))
+            _check_scores(ask, _repeated(prompts, ask))
             allowed_s = min(self._timeout_s, math.inf if deadline_s is None else deadline_s)
             requests = self._requests(ask, sampling, prompts, allowed_s)
             generations = self.orchestrator.begin(requests)
@@ -122,18 +127,16 @@ class Serving:
         return Answer(choices, [len(prompt.ids) for prompt in prompts], ask.n, self.metrics)
 
     async def _prepare_prompt(self, ask: Ask, prompt: Prompt) -> "PreparedPrompt":
-        context_len = self.context_len
         ids = await self.tokenize(prompt)
-        room = context_len - len(ids)
-        if room < 1:
-            message = (
-                f"the prompt has {len(ids)} tokens; with at least 1 of output the limit is {context_len}"
-            )
-            raise InvalidRequest(prompt.field, message)
+        room = self._check_room(prompt, ids)
         chain = await asyncio.to_thread(hash_chain, ids, self.fleet.fingerprint)
         default = room if prompt.chat is not None else DEFAULT_MAX_TOKENS
         max_tokens = default if ask.max_tokens is None else ask.max_tokens
-        return PreparedPrompt(prompt, tuple(ids), tuple(chain), max(min(max_tokens, room), 1))
+        echoed = await self._echoed(prompt, ids) if ask.echoes else None
+        return PreparedPrompt(prompt, tuple(ids), tuple(chain), max(min(max_tokens, room), 1), echoed)
+
+    async def _echoed(self, prompt: Prompt, ids: Sequence[int]) -> str:
+        return await asyncio.to_thread(self.tokenizer.decode, ids) if prompt.text is None else prompt.text
 
     def _requests(
         self, ask: Ask, sampling: SamplingParams, prompts: Sequence["PreparedPrompt"], allowed_s: float
@@ -157,16 +160,12 @@ class Serving:
     def _text_generation(
         self, ask: Ask, prompt: "PreparedPrompt", index: int, generation: Generation
     ) -> TextGeneration:
-        echoed = None
-        if ask.echoes:
-            text = prompt.asked.text
-            echoed = self.tokenizer.decode(prompt.ids) if text is None else text
         return TextGeneration(
             index,
             generation,
             TextStream(self.tokenizer, ask.text, ask.sampling.min_tokens),
             frozenset(ask.sampling.stop_token_ids),
-            echoed,
+            prompt.echoed,
             ask.max_tokens == 0,
             self._call_parser(prompt.asked.chat),
         )
@@ -187,12 +186,22 @@ class Serving:
             )
             raise InvalidRequest(prompt.field, message)
 
-    def _check_ids(self, prompt: Prompt) -> list[int]:
-        ids = list(prompt.token_ids or ())
+    def _check_ids(self, prompt: Prompt, ids: Sequence[int]) -> list[int]:
         if not ids:
             raise InvalidRequest(prompt.field, "the prompt is empty")
+        self._check_room(prompt, ids)
         self._check_vocabulary(prompt.field, ids)
-        return ids
+        return list(ids)
+
+    def _check_room(self, prompt: Prompt, ids: Sequence[int]) -> int:
+        """How many tokens may follow. Raises InvalidRequest when not even one may."""
+        room = self.context_len - len(ids)
+        if room < 1:
+            message = (
+                f"the prompt has {len(ids)} tokens; with at least 1 of output the limit is {self.context_len}"
+            )
+            raise InvalidRequest(prompt.field, message)
+        return room
 
     async def _sampling(self, ask: Ask) -> SamplingParams:
         """Raises InvalidRequest naming the field with an id outside the vocabulary, or a form that has no grammar.
@@ -222,29 +231,32 @@ class Serving:
         known = self.tokenizer
         return tool_form(known.tool_format, chat.tools, ask.form, known.added_tokens, known.markup_tokens)
 
-    def _check_vocabulary(self, field: str, token_ids: Iterable[int]) -> None:
+    def _check_vocabulary(self, field: str, token_ids: Sequence[int]) -> None:
         limit = self.vocab_size
-        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < limit), None)
-        if wrong is not None:
+        ends = (min(token_ids, default=0), max(token_ids, default=0))
+        for wrong in (end for end in ends if not 0 <= end < limit):
             raise InvalidRequest(field, f"token id {wrong} is outside the vocabulary [0, {limit})")
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt of `asked` as tokens, the hashes of its full blocks, and how many tokens may follow."""
+    """A prompt of `asked` as tokens, the hashes of its full blocks, how many tokens may follow, and its text if
+    that is to be part of the answer."""
 
     asked: Prompt
     ids: tuple[int, ...]
     chain: tuple[BlockHash, ...]
     max_tokens: int
+    echoed: str | None = None
 
 
-def _check_scores(sampling: SamplingParams, prompts: Sequence[PreparedPrompt]) -> None:
+def _check_scores(ask: Ask, prompts: Sequence[PreparedPrompt]) -> None:
     """Raises InvalidRequest for more log-probabilities of the choices' `prompts` than an answer may have."""
-    num_scores = sum(len(prompt.ids) for prompt in prompts) * (1 + sampling.num_prompt_logprobs)
+    num_scores = sum(len(prompt.ids) for prompt in prompts) * (1 + ask.sampling.num_prompt_logprobs)
     if num_scores > MAX_PROMPT_SCORES:
+        field = "logprobs" if ask.echoes and ask.wants_logprobs else "prompt_logprobs"
         message = f"{num_scores} log-probabilities of prompts are more than the {MAX_PROMPT_SCORES} allowed"
-        raise InvalidRequest("prompt_logprobs", message)
+        raise InvalidRequest(field, message)
 
 
 def _repeated(prompts: Sequence[PreparedPrompt], ask: Ask) -> list[PreparedPrompt]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 from core.scores import PromptScore
 from gateway.generation import OutputToken
-from gateway.orchestrator import Generation
-from gateway.text_stream import TextStream
+from gateway.routing.orchestrator import Generation
+from gateway.text.text_stream import TextStream
+from gateway.text.tool_calls import CallDelta, Parsed, ToolCallParser
 from gateway.timing import Timing
-from gateway.tool_calls import CallDelta, Parsed, ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from core.errors import Unavailable
 from core.kv_spec import DType
 from core.model_path import public_name, resolve_model
 from engine.config import EngineConfig
-from gateway.tokenizer import TextTokenizer
+from gateway.text.tokenizer import TextTokenizer
 from proto import client_pb2 as pb
 from proto import client_pb2_grpc
 from tandem.served import served

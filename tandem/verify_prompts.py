@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from core.block_hash import HASH_BLOCK_TOKENS as BLOCK
 from core.sampling import SamplingParams
-from gateway.chat import Chat, Message
-from gateway.tokenizer import TextTokenizer
+from gateway.text.chat import Chat, Message
+from gateway.text.tokenizer import TextTokenizer
 
 NUM_OUTPUTS = 48
 SEEDED_TEMPERATURE = 0.8

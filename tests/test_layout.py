@@ -56,7 +56,7 @@ TORCH_FREE = (
     "decode_service.scheduler",
     "decode_service.main",
     "gateway.main",
-    "gateway.router",
+    "gateway.routing.router",
     "cluster.registry",
     "kv_transfer.connectors",
     "tandem.cli",
@@ -65,15 +65,33 @@ TORCH_FREE = (
 )
 
 
-def imported(path: Path) -> set[str]:
-    """The top-level names that a file imports, wherever in it."""
+PARTS_OF_GATEWAY = {"front": {"front", "text"}, "routing": {"routing"}, "text": {"text"}}
+"""What each folder of the gateway may import of the others; modules beside them may import any."""
+
+
+def modules_imported(path: Path) -> set[str]:
+    """The dotted names that a file imports from, wherever in it."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.split(".")[0])
+            names.add(node.module)
     return names
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level ones."""
+    return {name.split(".")[0] for name in modules_imported(path)}
+
+
+@pytest.mark.parametrize("part", sorted(PARTS_OF_GATEWAY))
+def test_parts_of_the_gateway_import_only_what_they_may(part: str) -> None:
+    paths = list((ROOT / "gateway" / part).glob("*.py"))
+    assert len(paths) > 5
+    for path in paths:
+        used = {name.split(".")[1] for name in modules_imported(path) if name.startswith("gateway.")}
+        assert used & PARTS_OF_GATEWAY.keys() <= PARTS_OF_GATEWAY[part], path
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))

@@ -12,14 +12,14 @@ from core.sampling import SamplingParams
 from engine.llm import LLM, Completion
 from engine.model_config import load_model_config
 from gateway.ask import Ask
+from gateway.front.grpc_schema import to_ask
 from gateway.generation import GenerationRequest, OutputToken
-from gateway.grammar import to_grammar
-from gateway.grpc_schema import to_ask
+from gateway.text.grammar import to_grammar
+from gateway.text.text_stream import TextStream
+from gateway.text.tokenizer import TextTokenizer
+from gateway.text.tool_calls import ToolCallParser
+from gateway.text.tool_grammar import tool_form
 from gateway.text_generation import TextGeneration
-from gateway.text_stream import TextStream
-from gateway.tokenizer import TextTokenizer
-from gateway.tool_calls import ToolCallParser
-from gateway.tool_grammar import tool_form
 from proto import client_pb2 as pb
 from tests.chaos.told import Made, Told
 from tokenizer.files import load_tokenizer_files

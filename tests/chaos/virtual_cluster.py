@@ -30,10 +30,10 @@ from engine.hash_runner import VOCAB_SIZE, HashRunner, expected_outputs
 from engine.messages import AnyCommand, Report
 from engine.scheduler import Scheduler, SchedulerLimits, Work
 from engine.worker_loop import report, step_or_fail
-from gateway.fleet import Fleet
 from gateway.generation import GenerationRequest
 from gateway.metrics import GatewayMetrics
-from gateway.orchestrator import Generation, Orchestrator
+from gateway.routing.fleet import Fleet
+from gateway.routing.orchestrator import Generation, Orchestrator
 from kv_transfer.base import Identity, TransferOptions
 from kv_transfer.connectors import create_receivers
 from kv_transfer.faults import Faults, create_faulty_senders

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from gateway import openai_schema, responses_schema
+from gateway.front import openai_schema, responses_schema
 from gateway.metrics import GatewayMetrics
 from tandem.cli import main
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from core.sampling import SamplingParams
 from core.worker import Role
-from gateway.grammar import OutputForm, choice, grammar, json_object, json_schema, regex, to_grammar
+from gateway.text.grammar import OutputForm, choice, grammar, json_object, json_schema, regex, to_grammar
 from proto import client_pb2 as pb
 from proto import types_pb2 as types
 from tandem.testing import LocalCluster

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from core.errors import InvalidRequest
 from core.sampling import SamplingParams
 from gateway.ask import TextOptions
-from gateway.grammar import regex, to_grammar
-from gateway.text_stream import TextStream
-from gateway.tokenizer import TextTokenizer
+from gateway.text.grammar import regex, to_grammar
+from gateway.text.text_stream import TextStream
+from gateway.text.tokenizer import TextTokenizer
 from proto import client_pb2 as pb
 from proto import convert
 from tandem.testing import LocalCluster

@@ -12,7 +12,7 @@ from engine.batch import BatchEntry, build_batch
 from engine.kv_pool import KVPool
 from engine.model import LlamaModel
 from engine.model_config import kv_spec, load_model_config
-from gateway.tokenizer import TextTokenizer
+from gateway.text.tokenizer import TextTokenizer
 from tests.engine.text import TEXT
 from tokenizer.files import load_tokenizer_files
 

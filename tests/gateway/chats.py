@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gateway.chat import Chat, Function, Message, Tools
+from gateway.text.chat import Chat, Function, Message, Tools
 
 WEATHER = Function(
     "get_weather",

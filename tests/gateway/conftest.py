@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from core.errors import ModelLoadError
 from core.model_path import resolve_model
-from gateway.tokenizer import TextTokenizer
+from gateway.text.tokenizer import TextTokenizer
 from tests.gateway.peers import Rig
 from tests.gateway.served import Served
 from tokenizer.files import TokenizerFiles, load_tokenizer_files

@@ -12,7 +12,7 @@ from core.clock import VirtualClock
 from core.ids import Epoch, WorkerId
 from core.kv_spec import DType, KVSpec
 from core.worker import Role, WorkerRecord
-from gateway.fleet import Fleet
+from gateway.routing.fleet import Fleet
 from proto import convert
 from proto import session_pb2 as pb
 

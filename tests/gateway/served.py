@@ -6,10 +6,10 @@ from typing import Any
 
 from cluster.block_index import BlockIndex
 from cluster.store import Store
-from gateway.grammar_checker import GrammarChecker
 from gateway.metrics import GatewayMetrics
-from gateway.orchestrator import Orchestrator
+from gateway.routing.orchestrator import Orchestrator
 from gateway.serving import Serving
+from gateway.text.grammar_checker import GrammarChecker
 from proto import convert
 from proto import session_pb2 as pb
 from proto import types_pb2 as types

@@ -17,8 +17,8 @@ from core.errors import (
 from core.sampling import SamplingParams
 from gateway.answer import MAX_AT_ONCE, Answer
 from gateway.ask import Ask, Prompt, TextOptions
-from gateway.fleet import Fleet
-from gateway.orchestrator import MAX_ATTEMPTS
+from gateway.routing.fleet import Fleet
+from gateway.routing.orchestrator import MAX_ATTEMPTS
 from gateway.text_generation import TextChunk
 from proto import convert
 from proto import session_pb2 as pb

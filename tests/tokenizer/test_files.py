@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from core.errors import ModelLoadError
-from gateway.chat import Chat, Message
-from gateway.tokenizer import TextTokenizer
+from gateway.text.chat import Chat, Message
+from gateway.text.tokenizer import TextTokenizer
 from tokenizer.files import TokenizerFiles, load_tokenizer_files
 
 

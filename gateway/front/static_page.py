@@ -1,0 +1,48 @@
+"""The web page at `/`: the files of `gateway/front/page/`, read once, under a policy that lets nothing else into it.
+Knows nothing of what they do."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+FOLDER = Path(__file__).parent / "page"
+MEDIA_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+# Own files and own requests only, no inline code or style; what a model says can never become markup.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+def page_routes() -> list[Route]:
+    """`/` for index.html, `/page/NAME` for every other file."""
+    files = sorted(path for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES)
+    return [
+        Route("/" if path.name == "index.html" else f"/page/{path.name}", _serve(path), methods=["GET"])
+        for path in files
+    ]
+
+
+def _serve(path: Path) -> Callable[[Request], Awaitable[Response]]:
+    content = path.read_bytes()
+
+    async def respond(request: Request) -> Response:
+        return Response(content, headers=HEADERS, media_type=MEDIA_TYPES[path.suffix])
+
+    return respond

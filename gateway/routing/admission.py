@@ -1,0 +1,135 @@
+"""Whether a request would be served in time, predicted before any work is done for it. Pure decisions over what is
+known now: no I/O, no torch; takes a clock. The workers enforce every bound themselves; this only spares everybody
+the wait.
+
+    prefill  tokens queued at the worker that is free first, over its measured rate      ┐ longer than
+    decode   requests beyond the batch places and blocks there are, over ends a second   ┘ max_queue_s: Busy
+"""
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
+
+from core.clock import Clock, loop_time
+from core.errors import Busy
+from core.ids import RequestId
+from gateway.routing.router import Candidate
+
+WINDOW_S = 10.0
+MIN_SPAN_S = 1.0
+ARRIVAL_S = 1.0
+MAX_RETRY_AFTER_S = 60.0
+
+
+class EndRate:
+    """Ends a second over the last WINDOW_S."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ends_s: deque[float] = deque()
+
+    def note(self) -> None:
+        self._ends_s.append(self._clock())
+
+    @property
+    def per_s(self) -> float:
+        """0 while nothing is known; the first ends after a pause say nothing yet: the others of a burst follow."""
+        now_s = self._clock()
+        while self._ends_s and self._ends_s[0] <= now_s - WINDOW_S:
+            self._ends_s.popleft()
+        span_s = now_s - self._ends_s[0] if self._ends_s else 0.0
+        return len(self._ends_s) / span_s if span_s >= MIN_SPAN_S else 0.0
+
+
+class Admission:
+    """One per gateway. A request is *arriving* from its admission until its tokens are asked for: the workers' queues
+    do not show it yet, so it is counted here, for ARRIVAL_S at most."""
+
+    def __init__(self, max_queue_s: float, clock: Clock = loop_time) -> None:
+        self._max_queue_s = max_queue_s
+        self._clock = clock
+        self._ends = EndRate(clock)
+        self._arriving: OrderedDict[RequestId, tuple[float, int]] = OrderedDict()
+
+    def check(
+        self,
+        prefill: Sequence[Candidate],
+        decode: Sequence[Candidate],
+        num_tokens: int,
+        waiting_prompts: Collection[int],
+        num_live: int,
+    ) -> None:
+        """Raises Busy, with the time after which it would be admitted, when a prompt of `num_tokens` would wait for
+        longer than max_queue_s in either tier. `waiting_prompts` are the lengths of those that have no decode blocks
+        yet, among `num_live` requests."""
+        self._expire()
+        for tier, wait_s in (
+            ("prefill", self.prefill_wait_s(prefill)),
+            ("decode", self.decode_wait_s(decode, num_tokens, waiting_prompts, num_live)),
+        ):
+            if wait_s > self._max_queue_s:
+                message = f"the {tier} tier is behind by {wait_s:.1f} s, more than {self._max_queue_s:g} s"
+                raise Busy(message, max(1.0, math.ceil(min(wait_s - self._max_queue_s, MAX_RETRY_AFTER_S))))
+
+    def arriving(self, request_id: RequestId, num_tokens: int) -> None:
+        """It was admitted."""
+        self._arriving[request_id] = self._clock() + ARRIVAL_S, num_tokens
+
+    def arrived(self, request_id: RequestId) -> None:
+        """It counts as live from now on."""
+        self._arriving.pop(request_id, None)
+
+    def ended(self) -> None:
+        """A request is over, whatever ended it: its place and blocks are free."""
+        self._ends.note()
+
+    def prefill_wait_s(self, candidates: Sequence[Candidate]) -> float:
+        """Until the worker that is free first has computed what is queued; 0 while no rate is known."""
+        arriving = sum(num_tokens for _, num_tokens in self._arriving.values()) / max(len(candidates), 1)
+        return min((_queue_s(candidate, arriving) for candidate in candidates), default=0.0)
+
+    def decode_wait_s(
+        self,
+        candidates: Sequence[Candidate],
+        num_tokens: int,
+        waiting_prompts: Collection[int],
+        num_live: int,
+    ) -> float:
+        """Until as many requests have ended as this one is beyond what the tier holds at a time. While no rate is
+        known the whole tier may be filled a second time."""
+        if not candidates:
+            return 0.0
+        num_places = sum(candidate.record.max_batch for candidate in candidates)
+        num_running = sum(candidate.load.num_running + candidate.load.num_waiting for candidate in candidates)
+        num_suspended = sum(candidate.load.num_suspended for candidate in candidates)
+        num_ahead = max(num_live, num_running) - num_suspended + len(self._arriving) + 1 - num_places
+        num_ahead = max(num_ahead, self._short_of_blocks(candidates, num_tokens, waiting_prompts))
+        if num_ahead <= 0:
+            return 0.0
+        if per_s := self._ends.per_s:
+            return num_ahead / per_s
+        return 0.0 if num_ahead <= num_places else math.inf
+
+    def _short_of_blocks(
+        self, candidates: Sequence[Candidate], num_tokens: int, waiting_prompts: Collection[int]
+    ) -> int:
+        """How many of the running requests must end before there are blocks for all that wait and this one."""
+        spec = candidates[0].record.kv_spec
+        needed = sum(spec.num_blocks_for(n + 1) for n in (*waiting_prompts, num_tokens))
+        free = sum(candidate.load.num_free_blocks - candidate.load.num_running for candidate in candidates)
+        total = sum(candidate.record.num_blocks for candidate in candidates)
+        num_running = sum(candidate.load.num_running for candidate in candidates)
+        if needed <= free or not num_running or not any(c.load.num_blocks for c in candidates):
+            return 0
+        blocks_each = max((total - free) / num_running, 1.0)
+        return math.ceil((needed - free) / blocks_each)
+
+    def _expire(self) -> None:
+        now_s = self._clock()
+        while self._arriving and next(iter(self._arriving.values()))[0] <= now_s:
+            self._arriving.popitem(last=False)
+
+
+def _queue_s(candidate: Candidate, num_more_tokens: float) -> float:
+    num_tokens = max(candidate.load.num_queued_tokens, candidate.num_pending_tokens) + num_more_tokens
+    return num_tokens / candidate.load.tokens_per_s if candidate.load.tokens_per_s else 0.0

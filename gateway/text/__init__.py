@@ -1,0 +1,1 @@
+"""Text to tokens and back: templates, tools, grammars, stop strings. Knows neither protocols nor workers."""
