@@ -20,6 +20,7 @@ from core.errors import Unavailable
 from core.worker import Role
 
 START_TIMEOUT_S = 120.0
+MAX_QUEUE_S = 120.0  # a busy machine is no overload
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.05
 
@@ -137,6 +138,7 @@ class LocalCluster:
         ready.unlink(missing_ok=True)
         command = ["gateway", "--model", self.model, "--model-id", "test", "--redis-url", self.redis_url]
         command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--ready-file", str(ready)]
+        command += ["--max-queue", str(MAX_QUEUE_S)]
         gateway = await self._start("gateway", command)
         if is_waiting:
             await self.wait_gateway()
