@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from core.errors import TandemError
 from gateway.json_text import compact_json, large_json
-from gateway.openai_objects import Envelope, error_object
+from gateway.openai_objects import Envelope, Json, error_object
 from gateway.responses_objects import ResponseWriter
 from gateway.text_generation import TextChunk
 
@@ -35,7 +35,8 @@ async def choice_events(
             if (opening := envelope.shape.opening(choice)) is not None:
                 yield _event(envelope.chunk(opening, _usage(envelope, wishes)))
         async for chunk in _with_first(first, rest):
-            for event in await _made(partial(_choice_events, chunk, envelope, wishes), chunk):
+            timing = envelope.timing(chunk.choice) if chunk.finish_reason and wishes.timing else None
+            for event in await _made(partial(_choice_events, chunk, envelope, wishes, timing), chunk):
                 yield event
         if wishes.usage:
             yield _event(envelope.chunk(None, envelope.usage()))
@@ -46,11 +47,13 @@ async def choice_events(
         await rest.aclose()
 
 
-def _choice_events(chunk: TextChunk, envelope: Envelope, wishes: StreamWishes) -> Iterator[bytes]:
+def _choice_events(
+    chunk: TextChunk, envelope: Envelope, wishes: StreamWishes, timing: Json | None
+) -> Iterator[bytes]:
     for choice_part in envelope.shape.parts(chunk):
         part = envelope.chunk(choice_part, _usage(envelope, wishes))
-        if choice_part["finish_reason"] and wishes.timing:
-            part["timing"] = envelope.timing(chunk.choice)
+        if choice_part["finish_reason"] and timing is not None:
+            part["timing"] = timing
         yield _event(part, is_large=chunk.prompt is not None)
 
 

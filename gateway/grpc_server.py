@@ -29,6 +29,7 @@ from gateway.openai_objects import MAX_MESSAGE_LEN
 from gateway.resumable import ResumableStreams
 from gateway.serving import Serving
 from gateway.text_generation import EchoedPrompt, TextChunk
+from gateway.timing import Timing
 from gateway.tool_calls import joined_calls
 from proto import client_pb2 as pb
 from proto import convert
@@ -174,12 +175,13 @@ def _first_scores(choice: pb.Choice) -> Iterator[pb.Choice]:
 
 async def _made(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
     """The choice; where it has a prompt, whose scores may be many, in a thread."""
+    timing = answer.timing(chunks[0].choice) if chunks[-1].finish_reason else None
     if chunks[0].prompt is None:
-        return _choice(answer, ask, chunks)
-    return await asyncio.to_thread(_choice, answer, ask, chunks)
+        return _choice(ask, chunks, timing)
+    return await asyncio.to_thread(_choice, ask, chunks, timing)
 
 
-def _choice(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
+def _choice(ask: Ask, chunks: Sequence[TextChunk], timing: Timing | None) -> pb.Choice:
     first, last = chunks[0], chunks[-1]
     tokens = [token for chunk in chunks for token in chunk.tokens]
     calls = joined_calls(call for chunk in chunks for call in chunk.calls)
@@ -207,8 +209,8 @@ def _choice(answer: Answer, ask: Ask, chunks: Sequence[TextChunk]) -> pb.Choice:
         )
     if first.prompt is not None and first.prompt.scores:
         choice.prompt_logprobs.extend(_prompt_logprobs(first.prompt))
-    if last.finish_reason:
-        choice.timing.CopyFrom(pb.Timing(**asdict(answer.timing(first.choice))))
+    if timing is not None:
+        choice.timing.CopyFrom(pb.Timing(**asdict(timing)))
     return choice
 
 

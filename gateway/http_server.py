@@ -81,7 +81,7 @@ class HttpFront:
             events = partial(response_events, writer=writer, wants_timing=wants_timing)
             return await _stream(request, answer, headers, events)
         (only_choice,) = await _unless_gone(request, answer.whole())
-        timing = writer.timing if wants_timing else None
+        timing = writer.timing() if wants_timing else None
         return await _whole(partial(writer.whole, only_choice), timing, headers)
 
     async def tokenize(self, request: Request) -> Response:
@@ -179,7 +179,7 @@ class HttpFront:
             events = partial(choice_events, num_choices=ask.num_choices, envelope=envelope, wishes=wishes)
             return await _stream(request, answer, headers, events)
         choices = await _unless_gone(request, answer.whole())
-        timing = envelope.timing if wants_timing else None
+        timing = envelope.timing() if wants_timing else None
         return await _whole(partial(envelope.whole, choices), timing, headers)
 
     def _model_object(self) -> dict[str, Any]:
@@ -199,13 +199,11 @@ def _body_and_ask(raw: bytes, parse: Callable[[bytes], Any], client_request_id: 
     return body, body.ask(client_request_id)
 
 
-async def _whole(
-    make: Callable[[], Json], timing: Callable[[], Json] | None, headers: dict[str, str]
-) -> Response:
+async def _whole(make: Callable[[], Json], timing: Json | None, headers: dict[str, str]) -> Response:
     """An answer in one piece, made and written in a thread: the scores of a prompt's tokens may be many."""
 
     def written() -> bytes:
-        return large_json(make() if timing is None else {**make(), "timing": timing()}).encode()
+        return large_json(make() if timing is None else {**make(), "timing": timing}).encode()
 
     body = await asyncio.to_thread(written)
     return Response(body, media_type="application/json", headers=headers)
