@@ -28,7 +28,7 @@ def compare(python: Path, url: str, model: str, weights: Path) -> list[Outcome]:
     address = f"model={model},base_url={url}/v1/completions,tokenizer={weights}"
     options = "tokenizer_backend=huggingface,tokenized_requests=True,num_concurrent=4,max_retries=1"
     ours = evaluate(python, "local-completions", f"{address},{options}")
-    theirs = evaluate(python, "hf", f"pretrained={weights},dtype=float32,device=cpu")
+    theirs = evaluate(python, "hf", f"pretrained={weights},dtype=float32")
     return [_compared(name, ours[name], theirs[name]) for name in NAMES]
 
 
@@ -36,7 +36,7 @@ def evaluate(python: Path, backend: str, arguments: str) -> dict[str, tuple[Scor
     """By task: its metrics, and what each of its requests was answered."""
     with tempfile.TemporaryDirectory(prefix="tandem-lm-eval-") as directory:
         command = [str(python), "-m", "lm_eval", "--model", backend, "--model_args", arguments]
-        command += ["--tasks", ",".join(NAMES), "--include_path", ".", "--batch_size", "1"]
+        command += ["--tasks", ",".join(NAMES), "--include_path", ".", "--batch_size", "1", "--device", "cpu"]
         command += ["--output_path", directory, "--log_samples"]
         offline = {
             "HF_HUB_OFFLINE": "1",
