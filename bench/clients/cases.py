@@ -23,15 +23,19 @@ class Outcome:
 
 def run(cases: Iterable[Callable[[], Any]]) -> None:
     """Each case, which is named by its docstring, returns what it saw, or raises. Coroutine functions may be among
-    them."""
-    for case in cases:
-        name = (case.__doc__ or case.__name__).strip()
-        try:
-            told = asyncio.run(case()) if inspect.iscoroutinefunction(case) else case()
-            outcome = Outcome(name, True, str(told)[:MAX_TOLD])
-        except Exception as error:  # noqa: BLE001  whatever a client raises is the outcome
-            outcome = Outcome(name, False, f"{type(error).__name__}: {error}"[:MAX_TOLD])
-        sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
+    them, and share a loop."""
+    with asyncio.Runner() as runner:
+        for case in cases:
+            sys.stdout.write(json.dumps(asdict(_outcome(case, runner))) + "\n")
+
+
+def _outcome(case: Callable[[], Any], runner: asyncio.Runner) -> Outcome:
+    name = (case.__doc__ or case.__name__).strip()
+    try:
+        told = runner.run(case()) if inspect.iscoroutinefunction(case) else case()
+    except Exception as error:  # noqa: BLE001  whatever a client raises is the outcome
+        return Outcome(name, False, f"{type(error).__name__}: {error}"[:MAX_TOLD])
+    return Outcome(name, True, str(told)[:MAX_TOLD])
 
 
 def read(lines: str) -> list[Outcome]:

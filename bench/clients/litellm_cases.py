@@ -80,7 +80,8 @@ def text_completion() -> str:
 def structured() -> str:
     """completion() by a JSON schema"""
     form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": SCHEMA, "strict": True}}
-    answer = json.loads(litellm.completion(**GREEDY, response_format=form).choices[0].message.content)
+    asked = {**GREEDY, "max_tokens": 60, "response_format": form}
+    answer = json.loads(litellm.completion(**asked).choices[0].message.content)
     assert answer["answer"] in ("yes", "no"), answer
     return str(answer)
 

@@ -28,15 +28,15 @@ def compare(python: Path, url: str, model: str, weights: Path) -> list[Outcome]:
     address = f"model={model},base_url={url}/v1/completions,tokenizer={weights}"
     options = "tokenizer_backend=huggingface,tokenized_requests=True,num_concurrent=4,max_retries=1"
     ours = evaluate(python, "local-completions", f"{address},{options}")
-    theirs = evaluate(python, "hf", f"pretrained={weights},dtype=float32,device=cpu")
-    return [_compared(name, ours[name], theirs[name]) for name in NAMES]
+    theirs = evaluate(python, "hf", f"pretrained={weights},dtype=float32")
+    return [compared(name, ours[name], theirs[name]) for name in NAMES]
 
 
 def evaluate(python: Path, backend: str, arguments: str) -> dict[str, tuple[Scores, Samples]]:
     """By task: its metrics, and what each of its requests was answered."""
     with tempfile.TemporaryDirectory(prefix="tandem-lm-eval-") as directory:
         command = [str(python), "-m", "lm_eval", "--model", backend, "--model_args", arguments]
-        command += ["--tasks", ",".join(NAMES), "--include_path", ".", "--batch_size", "1"]
+        command += ["--tasks", ",".join(NAMES), "--include_path", ".", "--batch_size", "1", "--device", "cpu"]
         command += ["--output_path", directory, "--log_samples"]
         offline = {
             "HF_HUB_OFFLINE": "1",
@@ -67,7 +67,7 @@ def _read(directory: Path, name: str) -> tuple[Scores, Samples]:
     return scores, [line["filtered_resps"] for line in by_doc]
 
 
-def _compared(name: str, ours: tuple[Scores, Samples], theirs: tuple[Scores, Samples]) -> Outcome:
+def compared(name: str, ours: tuple[Scores, Samples], theirs: tuple[Scores, Samples]) -> Outcome:
     """Metrics, and every answer: a text is the same, a log-probability within TOLERANCE, greedy or not the same."""
     scores = {key: value for key, value in ours[0].items() if "stderr" not in key}
     wrong = [

@@ -147,3 +147,11 @@ async def test_one_slow_answer_is_no_sign_of_a_dead_server(redis, caplog):
     redis.resume()
     assert await store.call(lambda redis: redis.ping()) is True
     assert not caplog.records
+
+
+async def test_more_calls_at_once_than_a_pool_has_connections_all_get_their_answers(redis, caplog):
+    caplog.set_level(logging.INFO, "cluster.store")
+    store = redis.store()
+    calls = [store.call(lambda redis: redis.ping(), limit_s=20) for _ in range(300)]
+    assert await asyncio.gather(*calls) == [True] * 300
+    assert lines(caplog) == []

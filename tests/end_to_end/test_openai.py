@@ -100,6 +100,18 @@ async def test_timing_is_in_the_final_chunk_when_asked_for(http):
     assert sum(stages) == pytest.approx(timing["total_s"], rel=0.05)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+async def test_a_scored_prompt_comes_with_its_timing_streamed_or_not(http, max_tokens):
+    body = {"model": MODEL, "prompt": "abc", "max_tokens": max_tokens, "echo": True, "logprobs": 2}
+    headers = {"x-tandem-timing": "1"}
+    whole = (await http.post("/v1/completions", json=body, headers=headers)).json()
+    assert whole["timing"]["num_attempts"] == 1
+    assert len(whole["choices"][0]["logprobs"]["tokens"]) >= 3
+    answer = await http.post("/v1/completions", json={**body, "stream": True}, headers=headers)
+    chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    assert ["timing" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
 async def test_stop_strings_end_the_text_and_are_not_in_it(client):
     async def ask(**options) -> openai.types.CompletionChoice:
         body = {"ignore_eos": True}

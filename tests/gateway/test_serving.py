@@ -19,6 +19,7 @@ from gateway.answer import MAX_AT_ONCE, Answer
 from gateway.ask import Ask, Prompt, TextOptions
 from gateway.routing.fleet import Fleet
 from gateway.routing.orchestrator import MAX_ATTEMPTS
+from gateway.serving import MAX_PROMPT_SCORES
 from gateway.text_generation import TextChunk
 from proto import convert
 from proto import session_pb2 as pb
@@ -241,6 +242,25 @@ async def test_what_depends_on_the_model_is_refused_before_any_work(served, name
         await served.serving.prepare(ask)
     assert served.outcomes() == {caught.value.code.value: 1}
     assert all(worker.commands.empty() for worker in served.rig.workers)
+
+
+async def test_of_a_long_list_of_ids_its_length_is_told_before_any_id_is_looked_at(served):
+    too_long = Ask("m", (Prompt("prompt", token_ids=(2**31,) * 513),), 8, GREEDY)
+    with pytest.raises(InvalidRequest, match="513 tokens"):
+        await served.serving.prepare(too_long)
+    with pytest.raises(InvalidRequest, match="513 tokens") as caught:
+        await served.serving.detokenize([2**31] * 513)
+    assert caught.value.field == "tokens"
+
+
+@pytest.mark.parametrize(("echoes", "field"), [(True, "logprobs"), (False, "prompt_logprobs")])
+async def test_more_scores_than_an_answer_can_hold_are_refused(served, echoes, field):
+    prompts = (Prompt("prompt", token_ids=(1,) * 500),) * (MAX_PROMPT_SCORES // (500 * 21) + 1)
+    sampling = SamplingParams(1, num_prompt_logprobs=20)
+    asked = Ask("m", prompts, 8, sampling, echoes=echoes, wants_logprobs=echoes)
+    with pytest.raises(InvalidRequest, match="21 log-probabilities of each of 50000 tokens") as caught:
+        await served.serving.prepare(asked)
+    assert caught.value.field == field
 
 
 async def test_an_output_is_cut_to_the_context(served):
