@@ -152,7 +152,7 @@ async def session(rig: Rig) -> AsyncIterator[Gateway]:
     listening = asyncio.create_task(gateway.listen())
     await gateway.until("hello")
     yield gateway
-    gateway.routing.commands.put_nowait(None)
+    gateway.commands.put_nowait(None)
     await asyncio.wait([listening])
     listening.result()
 
