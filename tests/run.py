@@ -1,12 +1,13 @@
-"""`make test`: every test, in two pytest processes at once. Those that start whole clusters mostly wait, and the
-others need one core: together they take little longer than the former alone. Arguments: one pytest with these."""
+"""`make test`: every test, in two pytest processes at once. Those that start workers, servers or whole clusters mostly
+wait, and those that only compute need one core: together they take little longer than the former alone. Arguments: one
+pytest with these."""
 
 import os
 import subprocess
 import sys
 import tempfile
 
-CLUSTERS = ("tests/end_to_end", "tests/chaos", "tests/deploy")
+COMPUTING = ("tests/kernels", "tests/engine", "tests/bench", "tests/tokenizer")
 PYTEST = (sys.executable, "-m", "pytest", "-m", "not soak")
 NICENESS = 10  # of those that nothing waits for
 
@@ -15,13 +16,13 @@ def main(arguments: list[str]) -> int:
     """The exit status: 0 when all passed."""
     if arguments:
         return subprocess.call([*PYTEST, *arguments])
-    others = [*PYTEST, *(f"--ignore={folder}" for folder in CLUSTERS)]
+    others = [*PYTEST, *(f"--ignore={folder}" for folder in COMPUTING)]
     with tempfile.TemporaryFile() as output:
         background = subprocess.Popen(
-            others, stdout=output, stderr=output, preexec_fn=lambda: os.nice(NICENESS)
+            [*PYTEST, *COMPUTING], stdout=output, stderr=output, preexec_fn=lambda: os.nice(NICENESS)
         )
         try:
-            status = subprocess.call([*PYTEST, *CLUSTERS])
+            status = subprocess.call(others)
             status = background.wait() or status
         finally:
             background.kill()
