@@ -1,6 +1,6 @@
-"""`make test`: every test, in two pytest processes at once. Those that start workers, servers or clusters mostly wait,
-and those that only compute need one core: together they take little longer than the former alone. Arguments: one
-pytest with these."""
+"""`make test`: every test, in two pytest processes at once. Those that start workers, servers or clusters mostly
+wait, and those that only compute need one core: together they take little longer than the former alone. Arguments:
+one pytest with these."""
 
 import os
 import subprocess
