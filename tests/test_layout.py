@@ -45,6 +45,7 @@ NEVER = {
     "gateway": {"torch", "transformers"},
     "tokenizer": {"torch", "transformers", "grpc", "redis"},
 }
+RUNS_WHAT_IT_READS = {"pickle", "marshal", "shelve", "multiprocessing"}
 TORCH_FREE = (
     "engine.scheduler",
     "engine.block_pool",
@@ -100,6 +101,7 @@ def test_package_imports_only_what_the_table_allows(package: str) -> None:
         names = imported(path)
         assert names & PACKAGES <= MAY_IMPORT[package], f"{path.relative_to(ROOT)}: {names & PACKAGES}"
         assert not names & NEVER.get(package, set()), f"{path.relative_to(ROOT)}: {names}"
+        assert not names & RUNS_WHAT_IT_READS, f"{path.relative_to(ROOT)}: {names}"
 
 
 def test_core_needs_only_the_standard_library_and_xxhash() -> None:

@@ -59,12 +59,6 @@ def read_message(kind: type[Kind], raw: bytes) -> Kind:
         raise InvalidRequest("body", f"this is no {kind.DESCRIPTOR.name}") from None
 
 
-def parse_request(raw: bytes, model_id: str, is_stream: bool) -> tuple[Ask, bool]:
-    """A serialised GenerateRequest as to_ask() makes it, and whether its stream is to be resumable."""
-    request = read_message(pb.GenerateRequest, raw)
-    return to_ask(request, model_id, is_stream), request.resumable
-
-
 def to_ask(request: pb.GenerateRequest, model_id: str, is_stream: bool) -> Ask:
     """`model_id` is what an empty model means. Raises InvalidRequest naming the field."""
     fields: GenerateFields = validated(GenerateFields, _set_fields(request))

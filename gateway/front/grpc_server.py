@@ -24,8 +24,9 @@ from core.errors import (
 from gateway.answer import Answer
 from gateway.ask import Ask
 from gateway.front.body_parser import BodyParser
-from gateway.front.grpc_schema import parse_request, read_message
+from gateway.front.grpc_schema import read_message
 from gateway.front.openai_objects import MAX_MESSAGE_LEN
+from gateway.front.readers import Asked
 from gateway.front.rendering import rendered
 from gateway.front.resumable import ResumableStreams
 from gateway.serving import Serving
@@ -79,7 +80,7 @@ class GrpcFront:
 
     async def Generate(self, request: bytes, context: Any) -> pb.GenerateResponse:
         try:
-            ask, _ = await self._parse(request, is_stream=False)
+            ask = (await self._parse(request, is_stream=False)).ask
             answer = await self._serving.prepare(ask, context.time_remaining())
             response = pb.GenerateResponse(request_id=answer.request_id)
             for chunks in await answer.whole():
@@ -96,12 +97,15 @@ class GrpcFront:
 
     async def GenerateStream(self, request: bytes, context: Any) -> None:
         try:
-            ask, is_resumable = await self._parse(request, is_stream=True)
-            if is_resumable:
+            asked = await self._parse(request, is_stream=True)
+            ask = asked.ask
+            if asked.is_resumable:
                 self._held.check_room()
             answer = await self._serving.prepare(ask, context.time_remaining())
             make_messages = partial(_messages, answer, ask)
-            await self._send(context, self._held.hold(make_messages) if is_resumable else make_messages())
+            await self._send(
+                context, self._held.hold(make_messages) if asked.is_resumable else make_messages()
+            )
         except TandemError as error:
             await _abort(context, error)
 
@@ -112,10 +116,12 @@ class GrpcFront:
         except TandemError as error:
             await _abort(context, error)
 
-    async def _parse(self, request: bytes, is_stream: bool) -> tuple[Ask, bool]:
-        """What is asked for, and whether the stream is to be resumable. Raises InvalidRequest or Busy."""
-        parse = partial(parse_request, model_id=self._serving.model_id, is_stream=is_stream)
-        return await self._bodies.parse(request, parse)
+    async def _parse(self, request: bytes, is_stream: bool) -> Asked:
+        """Raises InvalidRequest or Busy."""
+        asked: Asked = await self._bodies.parse(
+            "generate", request, model_id=self._serving.model_id, is_stream=is_stream
+        )
+        return asked
 
     async def _send(self, context: Any, messages: AsyncGenerator[pb.GenerateChunk, None]) -> None:
         async with contextlib.aclosing(messages):

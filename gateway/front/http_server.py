@@ -15,14 +15,12 @@ from starlette.routing import Route
 
 from core.errors import Busy, EngineFailed, InvalidRequest, TandemError, Unavailable
 from gateway.answer import Answer
-from gateway.ask import Ask
 from gateway.front.body_parser import BodyParser
 from gateway.front.chat_objects import ChatShape
 from gateway.front.event_streams import StreamWishes, choice_events, response_events
 from gateway.front.openai_objects import CompletionShape, Envelope, Shape, error_object, http_status
-from gateway.front.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from gateway.front.readers import Asked, Detokenizing, Tokenizing
 from gateway.front.responses_objects import ResponseWriter
-from gateway.front.responses_schema import UNSUPPORTED, ResponsesBody
 from gateway.front.static_page import page_routes
 from gateway.serving import Serving
 from gateway.text_generation import TextChunk
@@ -64,19 +62,18 @@ class HttpFront:
         )
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionBody, CompletionShape)
+        return await self._generate(request, "completion", CompletionShape)
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, ChatBody, ChatShape)
+        return await self._generate(request, "chat", ChatShape)
 
     async def responses(self, request: Request) -> Response:
-        parse = partial(parse_body, kind=ResponsesBody, unsupported=UNSUPPORTED)
-        body, ask = await self._asked(request, parse)
-        answer = await self._serving.prepare(ask)
-        writer = ResponseWriter(answer, body, self._serving.model_id)
-        headers = {REQUEST_ID_HEADER: ask.client_request_id or answer.request_id}
+        asked = await self._asked(request, "response")
+        answer = await self._serving.prepare(asked.ask)
+        writer = ResponseWriter(answer, asked.echo, self._serving.model_id)
+        headers = {REQUEST_ID_HEADER: asked.ask.client_request_id or answer.request_id}
         wants_timing = TIMING_HEADER in request.headers
-        if body.stream:
+        if asked.is_stream:
             events = partial(response_events, writer=writer, wants_timing=wants_timing)
             return await _stream(request, answer, headers, events)
         (only_choice,) = await _unless_gone(request, answer.whole())
@@ -86,18 +83,18 @@ class HttpFront:
         return JSONResponse(whole, headers=headers)
 
     async def tokenize(self, request: Request) -> Response:
-        body: TokenizeBody = await self._parse(request, partial(parse_body, kind=TokenizeBody))
-        if body.model is not None:
-            self._serving.check_model(body.model)
-        ids = await self._serving.tokenize(body.to_prompt())
+        asked: Tokenizing = await self._bodies.parse("tokenize", await self._read(request))
+        if asked.model is not None:
+            self._serving.check_model(asked.model)
+        ids = await self._serving.tokenize(asked.prompt)
         length = self._serving.context_len
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": length})
 
     async def detokenize(self, request: Request) -> Response:
-        body: DetokenizeBody = await self._parse(request, partial(parse_body, kind=DetokenizeBody))
-        if body.model is not None:
-            self._serving.check_model(body.model)
-        return JSONResponse({"prompt": await self._serving.detokenize(body.tokens)})
+        asked: Detokenizing = await self._bodies.parse("detokenize", await self._read(request))
+        if asked.model is not None:
+            self._serving.check_model(asked.model)
+        return JSONResponse({"prompt": await self._serving.detokenize(asked.token_ids)})
 
     async def embeddings(self, request: Request) -> Response:
         raise HTTPException(404, "this server generates text only: there are no embeddings")
@@ -139,13 +136,11 @@ class HttpFront:
         names = {"model": self._serving.model_id, "grpc": self._serving.grpc_address}
         return JSONResponse({**names, "workers": workers, "requests": live})
 
-    async def _asked(self, request: Request, parse: Callable[[bytes], Any]) -> tuple[Any, Ask]:
-        """The body as `parse` makes it, and what it asks for. Raises InvalidRequest, or what reading it raises."""
-        ask = partial(_body_and_ask, parse=parse, client_request_id=_request_id(request))
-        return await self._parse(request, ask)
-
-    async def _parse(self, request: Request, parse: Callable[[bytes], Result]) -> Result:
-        return await self._bodies.parse(await self._read(request), parse)
+    async def _asked(self, request: Request, reader: str) -> Asked:
+        """Raises InvalidRequest or Busy, or what reading the body raises."""
+        raw, client_request_id = await self._read(request), _request_id(request)
+        asked: Asked = await self._bodies.parse(reader, raw, client_request_id=client_request_id)
+        return asked
 
     async def _read(self, request: Request) -> bytes:
         """The body, bounded in bytes and time. Raises HTTPException 413, 408, or 499 when the client left."""
@@ -167,16 +162,15 @@ class HttpFront:
             chunks.append(chunk)
         return b"".join(chunks)
 
-    async def _generate(
-        self, request: Request, kind: type[CompletionBody | ChatBody], shape: type[Shape]
-    ) -> Response:
-        body, ask = await self._asked(request, partial(parse_body, kind=kind))
+    async def _generate(self, request: Request, reader: str, shape: type[Shape]) -> Response:
+        asked = await self._asked(request, reader)
+        ask = asked.ask
         answer = await self._serving.prepare(ask)
         envelope = Envelope(shape(self._serving.tokenizer, ask), answer, self._serving.model_id)
         headers = {REQUEST_ID_HEADER: ask.client_request_id or answer.request_id}
         wants_timing = TIMING_HEADER in request.headers
-        if body.stream:
-            wishes = StreamWishes(body.wants_usage, body.wants_running_usage, wants_timing)
+        if asked.is_stream:
+            wishes = StreamWishes(asked.wants_usage, asked.wants_running_usage, wants_timing)
             events = partial(choice_events, num_choices=ask.num_choices, envelope=envelope, wishes=wishes)
             return await _stream(request, answer, headers, events)
         whole = await envelope.whole(await _unless_gone(request, answer.whole()), wants_timing)
@@ -192,11 +186,6 @@ class HttpFront:
         with contextlib.suppress(Unavailable):
             model["max_model_len"] = self._serving.context_len
         return model
-
-
-def _body_and_ask(raw: bytes, parse: Callable[[bytes], Any], client_request_id: str) -> tuple[Any, Ask]:
-    body = parse(raw)
-    return body, body.ask(client_request_id)
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:

@@ -15,7 +15,6 @@ from typing import Any
 
 from core.errors import Busy, TandemError
 from gateway.answer import Answer
-from gateway.front.responses_schema import ResponsesBody
 from gateway.text.tool_calls import CallDelta
 from gateway.text_generation import TextChunk
 
@@ -23,9 +22,10 @@ Json = dict[str, Any]
 
 
 class ResponseWriter:
-    """One for each answer: feed it the chunks of its only choice, in order. `output` is what they have become."""
+    """One for each answer: feed it the chunks of its only choice, in order. `output` is what they have become; `echo`
+    is what the response says of its request."""
 
-    def __init__(self, answer: Answer, body: ResponsesBody, model: str) -> None:
+    def __init__(self, answer: Answer, echo: Json, model: str) -> None:
         self.output: list[Json] = []
         self._answer = answer
         self._numbered = 0
@@ -36,7 +36,7 @@ class ResponseWriter:
             "object": "response",
             "created_at": float(int(time.time())),
             "model": model,
-            **_echo(body),
+            **echo,
         }
 
     def opening(self) -> Iterator[Json]:
@@ -156,27 +156,3 @@ class ResponseWriter:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
         }
-
-
-def _echo(body: ResponsesBody) -> Json:
-    """What a response says of its request."""
-    form = body.text.format if body.text is not None else None
-    choice = body.tool_choice or "auto"
-    return {
-        "background": False,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata or {},
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
-        "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": {
-            "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
-        },
-        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [tool.model_dump() for tool in body.tools or ()],
-        "top_p": 1.0 if body.top_p is None else body.top_p,
-        "truncation": "disabled",
-    }

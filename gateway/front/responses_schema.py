@@ -163,6 +163,31 @@ class ResponsesBody(SamplingFields):
             client_request_id=client_request_id,
         )
 
+    def echo(self) -> dict[str, Any]:
+        """What a response says of its request."""
+        form = self.text.format if self.text is not None else None
+        choice = self.tool_choice or "auto"
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {
+                "format": {"type": "text"}
+                if form is None
+                else form.model_dump(by_alias=True, exclude_none=True)
+            },
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in self.tools or ()],
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": "disabled",
+        }
+
     def _chat(self) -> Chat:
         messages = [] if self.instructions is None else [Message("system", self.instructions)]
         if isinstance(self.input, str):

@@ -150,6 +150,8 @@ def check_size(field: str, value: object) -> None:
         num_values += 1
         if isinstance(item, str):
             num_characters += len(item)
+        elif isinstance(item, int) and not -(1 << 63) <= item < 1 << 63:
+            raise InvalidRequest(field, f"{field} has a number of more than 64 bits")
         elif isinstance(item, dict | list):
             num_values += len(item)
             if num_values <= MAX_FORM_VALUES:

@@ -183,7 +183,7 @@ async def written(
     text += "!" if reason == "stop" else ""
     decode = await served.to_decode(text[0])
     served.emit(decode, text[1:], reason)
-    return ResponseWriter(answer, asked, "m"), ResponseWriter(answer, asked, "m"), await chunks
+    return ResponseWriter(answer, asked.echo(), "m"), ResponseWriter(answer, asked.echo(), "m"), await chunks
 
 
 def streamed(writer: ResponseWriter, chunks: list[TextChunk]) -> list[dict[str, Any]]:
