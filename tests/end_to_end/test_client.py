@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import signal
 import sys
 from collections.abc import AsyncIterator
 
@@ -49,6 +50,12 @@ def address_of(cluster: LocalCluster) -> str:
 
 def token_ids(chunks: list[Chunk]) -> list[int]:
     return [token_id for chunk in chunks for token_id in chunk.token_ids]
+
+
+async def read_to_its_end(call: grpc.aio.UnaryStreamCall) -> None:
+    """How a call ended is told once its last message is read. Raises AioRpcError."""
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 async def cut_again_and_again(proxy: Proxy, pauses_s: list[float]) -> None:
@@ -102,11 +109,18 @@ async def test_a_stream_has_one_reader_and_whoever_has_its_token_may_be_the_next
         first = stub.GenerateStream(request)
         opening = await first.read()
         assert opening.resume_token and not opening.HasField("choice")
-        second = stub.ResumeStream(pb.ResumeStreamRequest(resume_token=opening.resume_token, offset=1))
+        decode = cluster.processes["decode-0"]
+        decode.signal_all(signal.SIGSTOP)  # the first stream cannot end before the second begins
+        try:
+            second = stub.ResumeStream(pb.ResumeStreamRequest(resume_token=opening.resume_token, offset=1))
+            with pytest.raises(grpc.aio.AioRpcError) as superseded:
+                await read_to_its_end(first)
+        finally:
+            decode.signal_all(signal.SIGCONT)
         received = [token_id async for chunk in second for token_id in chunk.choice.token_ids]
         assert received == expected
-        assert await first.code() is grpc.StatusCode.CANCELLED
-        assert ("tandem-code", Cancelled.code.value) in map(tuple, await first.trailing_metadata())
+        assert superseded.value.code() is grpc.StatusCode.CANCELLED
+        assert ("tandem-code", Cancelled.code.value) in map(tuple, superseded.value.trailing_metadata())
 
 
 @pytest.mark.parametrize(
