@@ -6,11 +6,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import click
 
+from bench.commands import bench
 from core.errors import ModelLoadError, TandemError
 from core.ids import WorkerId, new_worker_id
 from core.kv_spec import DType
@@ -347,30 +347,7 @@ def top(url: str, once: bool) -> None:
     _client(terminal.top(url, once))
 
 
-@main.group()
-def bench() -> None:
-    """Measure on this machine; figures compare within one run."""
-
-
-@bench.command()
-@click.option("--model", default="smollm2", show_default=True)
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
-@click.option("--weights", type=click.Choice(("stored", "dense")), default="stored", show_default=True)
-@click.option("--batch", default=1, show_default=True, help="Sequences of the decode step.")
-@click.option("--context", default=512, show_default=True, help="Tokens of each of them.")
-@click.option("--prompt", default=256, show_default=True, help="Tokens of the prompt.")
-@click.option("--json", "json_path", default=None, type=click.Path(dir_okay=False, path_type=Path))
-def kernels(dtype: str, weights: str, json_path: Path | None, **options: Any) -> None:
-    """Where a step's milliseconds go, and how far from this machine's limits each operation is."""
-    from bench.kernels import Plan
-    from bench.kernels import run as measure
-    from engine.config import WeightForm
-
-    try:
-        measure(Plan(dtype=DType(dtype), weights=WeightForm(weights), **options), json_path)
-    except (ModelLoadError, ValueError) as error:
-        click.echo(f"tandem: {error}", err=True)
-        sys.exit(CONFIGURATION_MISTAKE)
+main.add_command(bench)
 
 
 def _client(work: Coroutine[Any, Any, None]) -> None:
