@@ -258,3 +258,80 @@ def interference(json_path: Path | None, html_path: Path | None, **options: Any)
     names = ("num_streams", "stream_output", "num_prompts", "prompt_tokens", "apart_s", "seed")
     scene = measuring.Scene(**{name: options[name] for name in names})
     _run(measuring.run(_systems(options), scene, json_path, html_path))
+
+
+@bench.command("profile")
+@click.argument("path", type=FILE)
+@click.option("--model", default="smollm2", show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
+@click.option("--weights", type=click.Choice(("stored", "dense")), default="stored", show_default=True)
+def write_profile(path: Path, model: str, dtype: str, weights: str) -> None:
+    """What this machine takes for what an engine does: into PATH, for `simulate` and `tune`."""
+    from bench import profile
+    from engine.config import EngineConfig, WeightForm
+
+    config = EngineConfig(model, DType(dtype), weights=WeightForm(weights))
+    _run(profile.run(profile.Asked(config), path))
+
+
+def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(
+        (
+            click.option("--prefill", "num_prefill", default=1, show_default=True, help="Prefill workers."),
+            click.option("--decode", "num_decode", default=1, show_default=True, help="Decode workers."),
+            click.option(
+                "--colocated", "num_colocated", default=0, help="Engines that do both, instead of the tiers."
+            ),
+            click.option(
+                "--threads", "num_threads", default=None, type=int, help="Of each [the profile's first]."
+            ),
+            click.option("--num-blocks", default=2048, show_default=True, help="Blocks of a KV pool."),
+            click.option("--block-size", default=16, show_default=True),
+            click.option("--max-batch", default=64, show_default=True, help="Sequences of one step."),
+            click.option("--token-budget", default=512, show_default=True, help="Tokens of one step."),
+            click.option("--max-queue", "max_queue_s", default=10.0, show_default=True, help="Seconds."),
+            click.option("--max-local-tokens", default=0, show_default=True, help="As `serve` has it."),
+            click.option("--pace", "pace_s", default=0.0, show_default=True, help="As `serve` has it."),
+            click.option("--one-host", "is_one_host", is_flag=True, help="All workers share this machine."),
+            click.option("--no-borrow", is_flag=True, help="They leave each other's idle cores alone."),
+            click.option("--no-prefix-cache", is_flag=True, help="No prompt finds anything of another."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@bench.command("simulate")
+@click.argument("profile", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@_plan_options
+@_traffic_options
+@_slo_options
+@_output_options
+def simulate_cluster(profile: Path, **options: Any) -> None:
+    """A cluster of any size under traffic, in simulated time, from a PROFILE of this machine."""
+    from bench import simulate
+    from bench.profile import read
+    from bench.simulation.cluster import Plan
+
+    try:
+        known = read(profile)
+        names = ["num_prefill", "num_decode", "num_colocated", "num_blocks", "block_size", "max_batch"]
+        names += ["token_budget", "max_queue_s", "max_local_tokens", "pace_s", "is_one_host"]
+        plan = Plan(
+            **{name: options[name] for name in names},
+            num_threads=options["num_threads"] or min(known.engines),
+            borrows=not options["no_borrow"],
+            has_prefix_cache=not options["no_prefix_cache"],
+        )
+        traffics = _asked(options).traffics()
+        simulate.run(
+            plan,
+            known,
+            traffics,
+            _slo(options),
+            options["attainment"],
+            options["json_path"],
+            options["html_path"],
+        )
+    except (ValueError, KeyError) as error:
+        _end(error, CONFIGURATION_MISTAKE)
