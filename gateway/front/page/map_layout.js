@@ -1,0 +1,97 @@
+// Where everything of the topology goes. Numbers in, numbers out: nothing is drawn here.
+//
+//   wide      gateway ─── prefill ─── decode ─┐      narrow   gateway ◄─┐
+//                ▲     prompts     KV         │               prefill   │
+//                └──────── tokens ────────────┘               decode ───┘
+
+const CARD = { kind: "card", w: 292, h: 122, gap: 12, rows: 4 };
+const CELL = { kind: "cell", w: 118, h: 50, gap: 8, rows: 7 };
+const DOT = { kind: "dot", w: 62, h: 30, gap: 6, rows: 10 };
+const GATEWAY = { w: 176, h: 122 };
+const [HEAD, PAD, BUS, MIN_GAP, NARROW] = [44, 10, 34, 120, 760];
+
+/** Boxes {x, y, w, h} of the gateway, of each tier and of each of its workers, for that many of them. */
+export function place(width, counts) {
+  return width < NARROW ? placeNarrow(width, counts) : placeWide(width, counts);
+}
+
+function sizeFor(count) {
+  if (count <= CARD.rows) return CARD;
+  return count <= 32 ? CELL : DOT;
+}
+
+function placeWide(width, counts) {
+  const sizes = counts.map(sizeFor);
+  const room = width - GATEWAY.w - BUS - 2 * MIN_GAP;
+  const wanted = counts.map((count, tier) => widthFor(sizes[tier], columnsFor(sizes[tier], count)));
+  const share = Math.min(room / (wanted[0] + wanted[1]), 1);
+  const tiers = counts.map((count, tier) => arrange(sizes[tier], count, Math.floor(wanted[tier] * share)));
+  const inner = Math.max(GATEWAY.h, ...tiers.map((tier) => tier.h));
+  const gap = (width - GATEWAY.w - BUS - tiers[0].w - tiers[1].w) / 2;
+  moveTo(tiers[0], GATEWAY.w + gap, HEAD + (inner - tiers[0].h) / 2);
+  moveTo(tiers[1], GATEWAY.w + tiers[0].w + 2 * gap, HEAD + (inner - tiers[1].h) / 2);
+  const gateway = { x: 0.5, y: HEAD + (inner - GATEWAY.h) / 2, w: GATEWAY.w, h: GATEWAY.h };
+  const bottom = HEAD + inner + 22;
+  const centre = ({ x, w }) => x + w / 2;
+  const headings = {
+    prompts: [GATEWAY.w + gap / 2, HEAD / 2 - 4],
+    prefill: [centre(tiers[0]), HEAD / 2 - 4],
+    kv: [tiers[0].x + tiers[0].w + gap / 2, HEAD / 2 - 4],
+    decode: [centre(tiers[1]), HEAD / 2 - 4],
+    tokens: [width / 2, bottom],
+  };
+  return { isNarrow: false, width, height: bottom + 14, gateway, tiers, headings, bus: { x: width - 12, y: bottom } };
+}
+
+function placeNarrow(width, counts) {
+  const inner = width - BUS;
+  const tiers = counts.map((count) => arrange(count > 8 ? sizeFor(count) : CARD, count, inner));
+  const gateway = { x: 0.5, y: 0.5, w: inner, h: GATEWAY.h };
+  moveTo(tiers[0], 0, GATEWAY.h + HEAD);
+  moveTo(tiers[1], 0, tiers[0].y + tiers[0].h + HEAD);
+  const [left, right, below] = [inner / 4, (3 * inner) / 4, ({ y, h }) => y + h + HEAD / 2 - 1];
+  const headings = {
+    prompts: [left, below(gateway)],
+    prefill: [right, below(gateway)],
+    kv: [left, below(tiers[0])],
+    decode: [right, below(tiers[0])],
+    tokens: [right, below(tiers[1])],
+  };
+  const height = tiers[1].y + tiers[1].h + HEAD;
+  return { isNarrow: true, width, height, gateway, tiers, headings, bus: { x: width - 10, y: height } };
+}
+
+function columnsFor(size, count) {
+  return Math.max(Math.ceil(count / size.rows), 1);
+}
+
+function widthFor(size, columns) {
+  const frame = size === CARD ? 0 : 2 * PAD;
+  return columns * (size.w + size.gap) - size.gap + frame;
+}
+
+/** A tier of that many workers, `width` wide: as many columns as fit, none wider than needed. */
+function arrange(size, count, width) {
+  const pad = size === CARD ? 0 : PAD;
+  const fitting = Math.max(Math.floor((width - 2 * pad + size.gap) / (size.w + size.gap)), 1);
+  const columns = Math.min(fitting, Math.max(count, 1));
+  const w = size === CARD ? (width - size.gap * (columns - 1)) / columns : size.w;
+  const rows = Math.max(Math.ceil(count / columns), 1);
+  const nodes = Array.from({ length: count }, (_, at) => ({
+    x: pad + (at % columns) * (w + size.gap),
+    y: pad + Math.floor(at / columns) * (size.h + size.gap),
+    w,
+    h: size.h,
+  }));
+  const h = rows * (size.h + size.gap) - size.gap + 2 * pad;
+  return { kind: size.kind, x: 0, y: 0, w: size === CARD ? width : columns * (w + size.gap) - size.gap + 2 * pad, h, nodes };
+}
+
+function moveTo(tier, x, y) {
+  tier.x = x;
+  tier.y = y;
+  for (const node of tier.nodes) {
+    node.x += x;
+    node.y += y;
+  }
+}
