@@ -4,11 +4,11 @@
 //                ▲     prompts     KV         │               prefill   │
 //                └──────── tokens ────────────┘               decode ───┘
 
-const CARD = { kind: "card", w: 292, h: 122, gap: 12, rows: 4 };
-const CELL = { kind: "cell", w: 118, h: 50, gap: 8, rows: 7 };
-const DOT = { kind: "dot", w: 62, h: 30, gap: 6, rows: 10 };
+const CARD = { kind: "card", w: 292, h: 122, gap: 12, most: 4 };
+const CELL = { kind: "cell", w: 118, h: 50, gap: 8, most: 32 };
+const DOT = { kind: "dot", w: 62, h: 30, gap: 6, most: Infinity };
 const GATEWAY = { w: 176, h: 122 };
-const [HEAD, PAD, BUS, MIN_GAP, NARROW] = [44, 10, 34, 120, 760];
+const [HEAD, PAD, BUS, MIN_GAP, NARROW, ENOUGH_H] = [44, 10, 34, 100, 900, 300];
 
 /** Boxes {x, y, w, h} of the gateway, of each tier and of each of its workers, for that many of them. */
 export function place(width, counts) {
@@ -16,16 +16,14 @@ export function place(width, counts) {
 }
 
 function sizeFor(count) {
-  if (count <= CARD.rows) return CARD;
-  return count <= 32 ? CELL : DOT;
+  return [CARD, CELL, DOT].find(({ most }) => count <= most);
 }
 
 function placeWide(width, counts) {
   const sizes = counts.map(sizeFor);
   const room = width - GATEWAY.w - BUS - 2 * MIN_GAP;
-  const wanted = counts.map((count, tier) => widthFor(sizes[tier], columnsFor(sizes[tier], count)));
-  const share = Math.min(room / (wanted[0] + wanted[1]), 1);
-  const tiers = counts.map((count, tier) => arrange(sizes[tier], count, Math.floor(wanted[tier] * share)));
+  const widths = shareOut(room, sizes, counts);
+  const tiers = counts.map((count, tier) => arrange(sizes[tier], count, widths[tier]));
   const inner = Math.max(GATEWAY.h, ...tiers.map((tier) => tier.h));
   const gap = (width - GATEWAY.w - BUS - tiers[0].w - tiers[1].w) / 2;
   moveTo(tiers[0], GATEWAY.w + gap, HEAD + (inner - tiers[0].h) / 2);
@@ -61,8 +59,22 @@ function placeNarrow(width, counts) {
   return { isNarrow: true, width, height, gateway, tiers, headings, bus: { x: width - 10, y: height } };
 }
 
-function columnsFor(size, count) {
-  return Math.max(Math.ceil(count / size.rows), 1);
+/** Each tier's width: the taller one gets another column, as long as there is room and need. */
+function shareOut(room, sizes, counts) {
+  const columns = [1, 1];
+  const widths = () => sizes.map((size, tier) => widthFor(size, columns[tier]));
+  const heightOf = (tier) => Math.ceil(counts[tier] / columns[tier]) * (sizes[tier].h + sizes[tier].gap);
+  for (;;) {
+    const taller = heightOf(0) > heightOf(1) ? 0 : 1;
+    if (sizes[taller] === CARD || heightOf(taller) <= ENOUGH_H) break;
+    columns[taller] += 1;
+    if (widths()[0] + widths()[1] > room) {
+      columns[taller] -= 1;
+      break;
+    }
+  }
+  const scale = Math.min(room / (widths()[0] + widths()[1]), 1);
+  return widths().map((width) => Math.floor(width * scale));
 }
 
 function widthFor(size, columns) {

@@ -23,9 +23,9 @@ function factsOf(worker) {
     ["waiting", load.num_waiting],
     ["queued tokens", formatCount(load.num_queued_tokens)],
     ["suspended", load.num_suspended],
-    ["handoffs of this gateway", num_open],
+    ["open handoffs", num_open],
     ["step, ms", (load.step_s * 1000).toFixed(1)],
-    ["tokens/s while it computes", formatRate(load.tokens_per_s)],
+    ["tokens/s", formatRate(load.tokens_per_s)],
     ["address", record.address],
   ];
 }
