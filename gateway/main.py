@@ -48,7 +48,9 @@ async def serve(config: GatewayConfig) -> int:
     fleet = Fleet(Registry(store), model_id, index)
     metrics = GatewayMetrics(lambda: [worker for role in Role for worker in fleet.candidates(role)])
     rows = HandoffRows(store)
-    orchestrator = Orchestrator(fleet, index, rows, metrics, Admission(config.max_queue_s))
+    orchestrator = Orchestrator(
+        fleet, index, rows, metrics, Admission(config.max_queue_s), config.max_local_tokens
+    )
     grammars = GrammarChecker(model)
     serving = Serving(model_id, tokenizer, fleet, orchestrator, metrics, grammars, config.request_timeout_s)
     loops = {"discovery": fleet.run, "handoff rows": rows.run}

@@ -6,7 +6,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.routing.router import Candidate
+from gateway.routing.worker_table import WorkerRow
 from gateway.timing import STAGES, Timing
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -15,7 +15,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 class GatewayMetrics:
     """Counted where it happens; rendered by `render()`."""
 
-    def __init__(self, workers: Callable[[], Iterable[Candidate]]) -> None:
+    def __init__(self, workers: Callable[[], Iterable[WorkerRow]]) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter("tandem_requests", "Requests by outcome.", ["outcome"], registry=registry)
         self.retries = Counter(
@@ -73,7 +73,7 @@ class GatewayMetrics:
 class _WorkerCollector(Collector):
     """Gauges read off the sessions at scrape time."""
 
-    def __init__(self, workers: Callable[[], Iterable[Candidate]]) -> None:
+    def __init__(self, workers: Callable[[], Iterable[WorkerRow]]) -> None:
         self._workers = workers
 
     def collect(self) -> Iterator[Metric]:

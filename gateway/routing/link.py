@@ -15,6 +15,7 @@ from core.errors import TandemError, WorkerLost
 from core.ids import HandoffId
 from core.load import Load
 from core.worker import Role, WorkerRecord
+from gateway.routing.worker_table import WorkerRow
 from proto import convert, session_pb2_grpc
 from proto import session_pb2 as pb
 
@@ -96,17 +97,17 @@ class WorkerLink:
     """One session with one incarnation of one worker. `run()` ends when the session does; the owner opens another."""
 
     def __init__(
-        self, record: WorkerRecord, gateway_id: str, open_session: OpenSession = open_grpc_session
+        self, row: WorkerRow, gateway_id: str, open_session: OpenSession = open_grpc_session
     ) -> None:
-        self.record = record
-        self.load = Load()
+        """`row` is where routing reads of this worker: kept true here."""
+        self.record = row.record
+        self.row = row
         self.up = asyncio.Event()
         self.was_up = False
-        self.num_pending_tokens = 0
         self.heard_s: float | None = None  # on the loop's clock: when the worker last said anything
         self._gateway_id = gateway_id
         self._open_session = open_session
-        self._dialect = _DIALECTS[record.role]
+        self._dialect = _DIALECTS[row.record.role]
         self._outbox: Outbox[Any] = Outbox()
         self._inboxes: dict[HandoffId, Inbox] = {}
 
@@ -116,6 +117,11 @@ class WorkerLink:
         return self.up.is_set()
 
     @property
+    def load(self) -> Load:
+        """As it was published last."""
+        return self.row.load
+
+    @property
     def num_open(self) -> int:
         """Handoffs of this gateway on that worker."""
         return len(self._inboxes)
@@ -123,11 +129,13 @@ class WorkerLink:
     def subscribe(self, handoff_id: HandoffId, inbox: Inbox) -> None:
         """From now on every event of the handoff goes to `inbox`, in order, until unsubscribe()."""
         self._inboxes[handoff_id] = inbox
+        self.row.pend_sequences(1)
         if not self.is_up:
             inbox.put_nowait(LinkLost(self.record, "the session is down"))
 
     def unsubscribe(self, handoff_id: HandoffId) -> None:
-        self._inboxes.pop(handoff_id, None)
+        if self._inboxes.pop(handoff_id, None) is not None:
+            self.row.pend_sequences(-1)
 
     def send(self, command: SessionCommand) -> None:
         """Queue a command; dropped when the session is down (whoever waits for its answer gets LinkLost)."""
@@ -152,7 +160,7 @@ class WorkerLink:
         async for message in heard_within(events):
             self.heard_s = loop_time()
             if message.HasField("load"):
-                self.load = convert.load_from_proto(message.load)
+                self.row.publish(convert.load_from_proto(message.load))
             for event in message.events:
                 self._on_event(event)
 
@@ -178,19 +186,25 @@ class WorkerLink:
         record = self.record
         if hello.worker.epoch != record.epoch:
             raise WorkerLost(f"{record.worker_id} has restarted")
-        told = (hello.worker.worker_id, hello.num_blocks, hello.context_len, hello.max_batch)
-        registered = (record.worker_id, record.num_blocks, record.context_len, record.max_batch)
+        told, registered = _sizes(hello), _sizes(convert.hello_to_proto(record))
         if told != registered:
             raise WorkerLost(f"{record.worker_id} differs from its registration: {told}, not {registered}")
         mismatch = self.record.kv_spec.mismatch(convert.kv_spec_from_proto(hello.kv_spec))
         if mismatch is not None:
             raise WorkerLost(f"{self.record.worker_id} differs from its registration: {mismatch}")
         self.up.set()
+        self.row.set_up(True)
         self.was_up = True
         logger.info("session with %s open", self.record.worker_id)
 
     def _end(self, reason: str) -> None:
         self.up.clear()
+        self.row.set_up(False)
         self._outbox.close()
         for inbox in self._inboxes.values():
             inbox.put_nowait(LinkLost(self.record, reason))
+
+
+def _sizes(hello: pb.WorkerHello) -> tuple[object, ...]:
+    sizes = (hello.num_blocks, hello.context_len, hello.max_batch, hello.max_local_tokens)
+    return hello.worker.worker_id, *sizes

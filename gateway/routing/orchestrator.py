@@ -25,7 +25,7 @@ from gateway.routing.attempt import Attempt
 from gateway.routing.fleet import Fleet
 from gateway.routing.lease import Lease
 from gateway.routing.live import HandoffReport, Live
-from gateway.routing.router import Overlap, choose_prefill, rank_decode
+from gateway.routing.router import Overlap, cached_tokens, choose_prefill, rank_decode
 from gateway.timing import Mark, StageClock, Timing
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,15 @@ class Orchestrator:
         rows: HandoffRows,
         metrics: GatewayMetrics,
         admission: Admission | None = None,
+        max_local_tokens: int = 0,
     ) -> None:
+        """A prompt of which its decode worker lacks at most `max_local_tokens` is computed there: no handoff."""
         self.admission = admission or Admission(math.inf)
         self._fleet = fleet
         self._index = index
         self._rows = rows
         self._metrics = metrics
+        self._max_local_tokens = max_local_tokens
         self.live: dict[RequestId, Live] = {}
         self.recent = Recent()
 
@@ -69,20 +72,22 @@ class Orchestrator:
 
     def check_room(self, num_tokens: int = 1, num_choices: int = 1) -> None:
         """Whether prompts of at least that many tokens would be admitted now. Raises Unavailable or Busy."""
-        decode = self._fleet.candidates(Role.DECODE)
-        if not decode:
+        tables = self._fleet.tables
+        if not tables[Role.DECODE].num_open:
             raise Unavailable("no decode worker is connected")
         if len(self.live) + num_choices > MAX_LIVE_REQUESTS:
             raise Busy(f"{MAX_LIVE_REQUESTS} requests are running")
-        waiting = [
-            len(live.request.prompt_ids)
+        block_size = tables[Role.DECODE].block_size
+        num_waiting_blocks = sum(
+            len(live.request.prompt_ids) // block_size + 1
             for live in self.live.values()
             if live.report.state is HandoffState.PENDING
-        ]
+        )
         draining = self._fleet.draining
         num_live = sum(live.report.decode_worker_id not in draining for live in self.live.values())
-        prefill = self._fleet.candidates(Role.PREFILL)
-        self.admission.check(prefill, decode, num_tokens, waiting, num_live)
+        self.admission.check(
+            tables[Role.PREFILL], tables[Role.DECODE], num_tokens, num_waiting_blocks, num_live
+        )
 
     def abort(self, request_id: str) -> bool:
         """End a request, all its choices, by its own id or its client's. False when no such request runs here."""
@@ -109,10 +114,12 @@ class Orchestrator:
                             yield token
                     return
                 except TandemError as error:
-                    if not error.retryable or history.is_spent(live.report.num_attempts):
+                    is_refused_local = history.refuses_local(error)
+                    can_retry = error.retryable or is_refused_local
+                    if not can_retry or history.is_spent(live.report.num_attempts):
                         raise
                     self._note_retry(live, error)
-                    await asyncio.sleep(RETRY_PAUSE_S)
+                    await asyncio.sleep(0 if is_refused_local else RETRY_PAUSE_S)
         finally:
             history.give_back()
 
@@ -133,21 +140,27 @@ class Orchestrator:
 
     async def _route(self, live: Live, history: "History") -> tuple[WorkerRecord | None, list[WorkerRecord]]:
         """One prefill worker and the decode workers in order of preference, from what is known now. No prefill
-        worker: the decode worker computes the prompt, counted and reported. Raises WorkerLost without any."""
-        request, avoid = live.request, history.avoid
+        worker: the decode worker computes the prompt; unless that is all it is there for, counted and reported.
+        Raises WorkerLost without any."""
+        request, avoid, tables = live.request, history.avoid, self._fleet.tables
         overlap = await self._overlap(live)
         num_tokens = len(request.prompt_ids) + len(history.committed)
-        prefill = history.holder or choose_prefill(
-            self._fleet.candidates(Role.PREFILL), num_tokens, overlap, avoid
-        )
         max_len = len(request.prompt_ids) + request.params.max_tokens
-        decode = rank_decode(self._fleet.candidates(Role.DECODE), num_tokens, max_len, overlap, avoid)
+        prefill = history.holder or choose_prefill(tables[Role.PREFILL], num_tokens, overlap, avoid)
+        decode = rank_decode(
+            tables[Role.DECODE], num_tokens, max_len, overlap, avoid, is_local=prefill is None
+        )
         if not decode:
             raise WorkerLost("no decode worker is left")
-        if prefill is None:
-            live.report.causes.append("no_prefill_worker")
-            self._metrics.local_prefills.labels(cause="no_prefill_worker").inc()
-        return prefill, decode
+        num_uncached = num_tokens - cached_tokens(decode[0], num_tokens, overlap)
+        if prefill is not None and (num_uncached > self._max_local_tokens or not history.may_be_local):
+            return prefill, decode
+        history.is_local_by_choice = prefill is not None
+        if prefill is not None or not decode[0].is_colocated:
+            cause = "short_prompt" if prefill is not None else "no_prefill_worker"
+            live.report.causes.append(cause)
+            self._metrics.local_prefills.labels(cause=cause).inc()
+        return None, decode
 
     async def _overlap(self, live: Live) -> Overlap:
         """Who holds how much of the prompt: what the index says, and those who have just had all of it."""
@@ -172,6 +185,8 @@ class History:
     def __init__(self) -> None:
         self.committed: list[int] = []
         self.avoid: set[WorkerId] = set()
+        self.may_be_local = True
+        self.is_local_by_choice = False
         self._lease: Lease | None = None
         self._num_deaths = 0
 
@@ -182,6 +197,13 @@ class History:
         if lease is None or not lease.link.is_up or lease.holder.worker_id in self.avoid:
             return None
         return lease.holder
+
+    def refuses_local(self, error: TandemError) -> bool:
+        """Whether that ended an attempt without a handoff where one would have been possible: the next has one."""
+        is_refused = self.is_local_by_choice and isinstance(error, Unavailable)
+        self.may_be_local = self.may_be_local and not is_refused
+        self.is_local_by_choice = False
+        return is_refused
 
     def take(self, prefill: WorkerRecord | None) -> Lease | None:
         """The lease for an attempt at that worker; one of another worker is given back."""

@@ -240,7 +240,7 @@ async def test_it_asks_nothing_while_nobody_looks(page):
     await page.wait("return window.asked > 1")
 
 
-@pytest.mark.parametrize(("num_prefill", "num_decode"), [(0, 0), (1, 1), (10, 30), (40, 60)])
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(0, 0), (0, 3), (1, 1), (10, 30), (40, 60)])
 async def test_any_number_of_workers_fits_any_window(page, cluster, tmp_path, num_prefill, num_decode):
     told = await view(cluster)
     made = {

@@ -5,8 +5,8 @@ const [MOST_PROMPT_TOKENS, MOST_TOKENS, MOST_KIB] = [20_000, 5_000, 4 << 20]; //
 
 /** Each with a key, a path and its ends. Between single workers where each has a box of its own, else between tiers. */
 export function edgesOf(layout, tiers) {
-  const [prefill, decode] = tiers.map((workers, tier) => anchorsOf(layout, tier, workers));
-  const prompts = prefill.map((end) => ({ kind: "prompts", to: end, path: between(layout, layout.gateway, end.box) }));
+  const [prefill, decode] = tiers.map((workers, tier) => (layout.tiers[tier] ? anchorsOf(layout, tier, workers) : []));
+  const prompts = (layout.tiers[0] ? prefill : decode).map((end) => ({ kind: "prompts", to: end, path: between(layout, layout.gateway, end.box) }));
   const kv = prefill.flatMap((from) => decode.map((to) => ({ kind: "kv", from, to, path: between(layout, from.box, to.box) })));
   const tokens = decode.map((from) => ({ kind: "tokens", from, path: out(layout, from.box) }));
   const all = { name: "*", box: decode[0]?.box ?? layout.tiers[1], ids: null };
@@ -20,7 +20,7 @@ function keyOf({ kind, from, to }) {
 function anchorsOf({ tiers, isNarrow }, tier, workers) {
   const { kind, nodes } = tiers[tier];
   if (isNarrow || kind !== "card") return [{ name: "*", box: tiers[tier], ids: null }];
-  return workers.map((worker, at) => ({ name: worker.id, box: nodes[at], ids: new Set([worker.id]) }));
+  return workers.map((worker, at) => ({ name: worker.id, box: nodes[at], ids: new Set([worker.id]), role: worker.role }));
 }
 
 function between({ isNarrow }, from, to) {
@@ -62,7 +62,7 @@ function level({ kind, from, to }, view) {
     const bytes = sum(view.flows.filter((flow) => joins(from, flow.prefill_worker_id) && joins(to, flow.decode_worker_id)));
     return levelOf(bytes / 1024, MOST_KIB);
   }
-  if (kind === "prompts") return levelOf(view.per_second.prompt_tokens * shareOf(to, view, "prefill"), MOST_PROMPT_TOKENS);
+  if (kind === "prompts") return levelOf(view.per_second.prompt_tokens * shareOf(to, view, to.role), MOST_PROMPT_TOKENS);
   return levelOf(view.per_second.output_tokens * shareOf(from, view, "decode"), MOST_TOKENS);
 }
 

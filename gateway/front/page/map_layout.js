@@ -10,9 +10,12 @@ const DOT = { kind: "dot", w: 62, h: 30, gap: 6, most: Infinity };
 const GATEWAY = { w: 176, h: 122 };
 const [HEAD, PAD, BUS, MIN_GAP, NARROW, ENOUGH_H] = [44, 10, 34, 100, 900, 300];
 
-/** Boxes {x, y, w, h} of the gateway, of each tier and of each of its workers, for that many of them. */
+/** Boxes {x, y, w, h} of the gateway, of each tier and of each of its workers, for that many of them. Workers that all
+ * decode, without a prefill tier, are one tier. */
 export function place(width, counts) {
-  return width < NARROW ? placeNarrow(width, counts) : placeWide(width, counts);
+  const tierCounts = counts[0] || !counts[1] ? counts : [counts[1]];
+  const layout = width < NARROW ? placeNarrow(width, tierCounts) : placeWide(width, tierCounts);
+  return tierCounts === counts ? layout : { ...layout, tiers: [null, ...layout.tiers] };
 }
 
 function sizeFor(count) {
@@ -21,21 +24,25 @@ function sizeFor(count) {
 
 function placeWide(width, counts) {
   const sizes = counts.map(sizeFor);
-  const room = width - GATEWAY.w - BUS - 2 * MIN_GAP;
+  const room = width - GATEWAY.w - BUS - counts.length * MIN_GAP;
   const widths = shareOut(room, sizes, counts);
   const tiers = counts.map((count, tier) => arrange(sizes[tier], count, widths[tier]));
   const inner = Math.max(GATEWAY.h, ...tiers.map((tier) => tier.h));
-  const gap = (width - GATEWAY.w - BUS - tiers[0].w - tiers[1].w) / 2;
-  moveTo(tiers[0], GATEWAY.w + gap, HEAD + (inner - tiers[0].h) / 2);
-  moveTo(tiers[1], GATEWAY.w + tiers[0].w + 2 * gap, HEAD + (inner - tiers[1].h) / 2);
+  const gap = (width - GATEWAY.w - BUS - tiers.reduce((sum, { w }) => sum + w, 0)) / tiers.length;
+  const last = tiers.at(-1);
+  let x = GATEWAY.w;
+  for (const tier of tiers) {
+    moveTo(tier, x + gap, HEAD + (inner - tier.h) / 2);
+    x += gap + tier.w;
+  }
   const gateway = { x: 0.5, y: HEAD + (inner - GATEWAY.h) / 2, w: GATEWAY.w, h: GATEWAY.h };
   const bottom = HEAD + inner + 22;
   const centre = ({ x, w }) => x + w / 2;
   const headings = {
     prompts: [GATEWAY.w + gap / 2, HEAD / 2 - 4],
-    prefill: [centre(tiers[0]), HEAD / 2 - 4],
-    kv: [tiers[0].x + tiers[0].w + gap / 2, HEAD / 2 - 4],
-    decode: [centre(tiers[1]), HEAD / 2 - 4],
+    prefill: last !== tiers[0] && [centre(tiers[0]), HEAD / 2 - 4],
+    kv: last !== tiers[0] && [last.x - gap / 2, HEAD / 2 - 4],
+    decode: [centre(last), HEAD / 2 - 4],
     tokens: [width / 2, bottom],
   };
   return { isNarrow: false, width, height: bottom + 14, gateway, tiers, headings, bus: { x: width - 12, y: bottom } };
@@ -45,35 +52,41 @@ function placeNarrow(width, counts) {
   const inner = width - BUS;
   const tiers = counts.map((count) => arrange(count > 8 ? sizeFor(count) : CARD, count, inner));
   const gateway = { x: 0.5, y: 0.5, w: inner, h: GATEWAY.h };
-  moveTo(tiers[0], 0, GATEWAY.h + HEAD);
-  moveTo(tiers[1], 0, tiers[0].y + tiers[0].h + HEAD);
-  const [left, right, below] = [inner / 4, (3 * inner) / 4, ({ y, h }) => y + h + HEAD / 2 - 1];
+  const last = tiers.at(-1);
+  let end = gateway;
+  for (const tier of tiers) {
+    moveTo(tier, 0, end.y + end.h + HEAD);
+    end = tier;
+  }
+  const above = ({ y }) => y - HEAD / 2 - 1;
+  const [left, right] = [inner / 4, (3 * inner) / 4];
   const headings = {
-    prompts: [left, below(gateway)],
-    prefill: [right, below(gateway)],
-    kv: [left, below(tiers[0])],
-    decode: [right, below(tiers[0])],
-    tokens: [right, below(tiers[1])],
+    prompts: [left, above(tiers[0])],
+    prefill: last !== tiers[0] && [right, above(tiers[0])],
+    kv: last !== tiers[0] && [left, above(last)],
+    decode: [right, above(last)],
+    tokens: [right, end.y + end.h + HEAD / 2],
   };
-  const height = tiers[1].y + tiers[1].h + HEAD;
+  const height = end.y + end.h + HEAD;
   return { isNarrow: true, width, height, gateway, tiers, headings, bus: { x: width - 10, y: height } };
 }
 
 /** Each tier's width: the taller one gets another column, as long as there is room and need. */
 function shareOut(room, sizes, counts) {
-  const columns = [1, 1];
+  const columns = sizes.map(() => 1);
   const widths = () => sizes.map((size, tier) => widthFor(size, columns[tier]));
+  const wanted = () => widths().reduce((sum, width) => sum + width, 0);
   const heightOf = (tier) => Math.ceil(counts[tier] / columns[tier]) * (sizes[tier].h + sizes[tier].gap);
   for (;;) {
-    const taller = heightOf(0) > heightOf(1) ? 0 : 1;
+    const taller = sizes.length === 1 || heightOf(0) > heightOf(1) ? 0 : 1;
     if (sizes[taller] === CARD || heightOf(taller) <= ENOUGH_H) break;
     columns[taller] += 1;
-    if (widths()[0] + widths()[1] > room) {
+    if (wanted() > room) {
       columns[taller] -= 1;
       break;
     }
   }
-  const scale = Math.min(room / (widths()[0] + widths()[1]), 1);
+  const scale = Math.min(room / wanted(), 1);
   return widths().map((width) => Math.floor(width * scale));
 }
 

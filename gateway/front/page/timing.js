@@ -12,7 +12,8 @@ export const STAGES = {
   first_step_s: "first step",
   decode_s: "decode",
 };
-const LOCAL_PREFILL = "no_prefill_worker";
+/** Why a decode worker computed the prompt itself. */
+const LOCAL_PREFILL = ["no_prefill_worker", "short_prompt"];
 
 /** The timing of one answer, from what the server reports of it at its end. */
 export function drawTiming(timing, usage, finishReason) {
@@ -92,8 +93,9 @@ function hopOf(timing) {
 
 export function badgesOf(timing, finishReason) {
   const badges = [];
-  const faults = timing.causes.filter((cause) => cause !== LOCAL_PREFILL);
-  if (timing.causes.includes(LOCAL_PREFILL)) badges.push(["note", `local prefill: ${LOCAL_PREFILL}`]);
+  const faults = timing.causes.filter((cause) => !LOCAL_PREFILL.includes(cause));
+  const local = timing.causes.find((cause) => LOCAL_PREFILL.includes(cause));
+  if (local) badges.push(["note", `local prefill: ${local}`]);
   if (timing.num_attempts > 1 || faults.length) {
     badges.push(["recovered", `recovered: ${faults.join(", ") || `${timing.num_attempts} attempts`}`]);
   }

@@ -60,11 +60,12 @@ export class Topology {
     this.#gateway = new GatewayNode(layout.gateway);
     this.#nodes = new Map();
     tiers.forEach((workers, tier) => {
+      if (!layout.tiers[tier]) return;
       const { kind, nodes } = layout.tiers[tier];
       workers.forEach((worker, at) => this.#nodes.set(worker.id, new WorkerNode(worker, nodes[at], kind)));
     });
-    this.#headings = Object.fromEntries(Object.entries(layout.headings).map(([name, at]) => [name, new Heading(name, at)]));
-    const frames = layout.tiers.filter(({ kind, nodes }) => kind !== "card" || !nodes.length).map(drawTier);
+    this.#headings = Object.fromEntries(Object.entries(layout.headings).filter(([, at]) => at).map(([name, at]) => [name, new Heading(name, at)]));
+    const frames = layout.tiers.filter(Boolean).filter(({ kind, nodes }) => kind !== "card" || !nodes.length).map(drawTier);
     this.#svg.replaceChildren(
       ...[...this.#lines.values()].map(({ element }) => element),
       ...frames,
@@ -79,9 +80,9 @@ export class Topology {
     const { per_second } = view;
     const count = (workers) => `${workers.filter(({ isThere }) => isThere).length} of ${workers.length} up`;
     this.#headings.prompts.show("prompt tokens", `${formatRate(per_second.prompt_tokens)} /s`);
-    this.#headings.prefill.show("prefill workers", count(prefill));
-    this.#headings.kv.show("KV blocks", `${formatBytes(per_second.kv_bytes)}/s`);
-    this.#headings.decode.show("decode workers", count(decode));
+    this.#headings.prefill?.show("prefill workers", count(prefill));
+    this.#headings.kv?.show("KV blocks", `${formatBytes(per_second.kv_bytes)}/s`);
+    this.#headings.decode.show(this.#headings.kv ? "decode workers" : "workers", count(decode));
     this.#headings.tokens.show("output tokens", `${formatRate(per_second.output_tokens)} /s`);
   }
 
