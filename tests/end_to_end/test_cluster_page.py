@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from core.worker import Role
+from gateway.timing import STAGES
 from tandem.testing import LocalCluster
 from tests.end_to_end.browser import Browser, missing, start_browser
 
@@ -18,7 +19,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
-ENTER = "\ue007"
+ENTER, ARROW_DOWN = "\ue007", "\ue015"
 NUM_BLOCKS = 300
 MAX_BATCH = 16
 STATES = ("owned", "in_flight", "leased", "quarantined", "cached", "free")
@@ -192,7 +193,7 @@ async def test_a_waterfall_adds_up_to_its_total_and_is_what_the_gateway_tells(pa
     found = await choose_ended(page)
     assert found["id"] == newest["request_id"]
     seconds = [stage["seconds"] for stage in found["stages"]]
-    assert len(seconds) == 7
+    assert len(seconds) == len(STAGES)
     assert sum(seconds) == pytest.approx(found["total"]) == pytest.approx(newest["timing"]["total_s"])
     begin = 0.0
     for stage in found["stages"]:
@@ -206,13 +207,16 @@ async def test_a_waterfall_adds_up_to_its_total_and_is_what_the_gateway_tells(pa
 
 
 async def test_it_can_be_used_with_the_keyboard_alone(page, cluster):
-    await complete(cluster)
-    await page.wait("return document.querySelector('#requests tr')")
+    for _ in range(2):
+        await complete(cluster)
+    await page.wait("return document.querySelectorAll('#requests tr').length > 1")
     await page.type("#topology [data-worker='prefill-0']", ENTER)
     assert await page.run("return document.querySelector('#worker dd').textContent") == "prefill-0"
     assert await page.run("return !document.getElementById('all-workers').hidden")
     await page.type("#requests button", ENTER)
     assert (await page.wait(f"if (document.querySelector('.waterfall')) {{ {WATERFALL} }}"))["total"] > 0
+    await page.type("#requests button", ARROW_DOWN)
+    assert await page.run("return document.activeElement.closest('tr').sectionRowIndex") == 1
     await page.type("#all-workers", ENTER)
     assert await page.run("return document.getElementById('all-workers').hidden")
 

@@ -38,6 +38,7 @@ export class Requests {
       const id = event.target.closest("tr")?.dataset.request;
       if (id) onSelect(id);
     });
+    body.addEventListener("keydown", moveBetweenRows);
   }
 
   show(view, rows) {
@@ -95,6 +96,15 @@ class Row {
     setAttributes(this.element, { "data-live": isLive, "data-error": row.isError, "aria-selected": isSelected });
     setAttributes(this.#cells[0], { "data-stage": row.stage });
   }
+}
+
+/** The arrow keys go from row to row. */
+function moveBetweenRows(event) {
+  const steps = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" };
+  const next = event.target.closest("tr")?.[steps[event.key]];
+  if (!next) return;
+  event.preventDefault();
+  next.querySelector("button").focus();
 }
 
 function stateOf({ state, timing }) {
