@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from core.block_hash import hash_chain
-from core.errors import InvalidRequest, ModelNotFound, TandemError, Unavailable
+from core.errors import Busy, InvalidRequest, ModelNotFound, TandemError, Unavailable
 from core.ids import BlockHash
 from core.sampling import SamplingParams
 from core.worker import Role
@@ -117,6 +117,7 @@ class Serving:
             generations = self.orchestrator.begin(requests)
         except TandemError as error:
             self.metrics.requests.labels(outcome=error.code.value).inc()
+            self.orchestrator.recent.rates.now().num_refused += isinstance(error, Busy | Unavailable)
             raise
         choices = [
             self._text_generation(ask, prompt, index, generation)

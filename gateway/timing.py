@@ -25,6 +25,7 @@ class Mark(IntEnum):
     ENDED = 7
 
 
+_LATER = tuple(Mark)[1:]
 STAGES = ("queue_s", "prefill_s", "grant_wait_s", "transfer_s", "decode_queue_s", "first_step_s", "decode_s")
 
 
@@ -67,15 +68,36 @@ class StageClock:
     def since(self, mark: Mark) -> float:
         return self._clock() - self._marks[mark]
 
+    @property
+    def reached(self) -> Mark:
+        """The last mark that none before is missing to."""
+        reached = Mark.ARRIVED
+        for mark in _LATER:
+            if mark not in self._marks:
+                break
+            reached = mark
+        return reached
+
+    @property
+    def stage(self) -> str:
+        """That which it is in, or ended in."""
+        return STAGES[min(self.reached, len(STAGES) - 1)]
+
     def durations(self) -> dict[str, float]:
         """Seconds by stage name, with total_s and time_to_first_token_s. Marks the end if that is not done; the stage
         that it came in is the last one."""
         self.mark(Mark.ENDED)
-        end_s = self._marks[Mark.ENDED]
+        last = max(mark for mark in self._marks if mark is not Mark.ENDED)
+        return self._durations(self._marks[Mark.ENDED], last)
+
+    def so_far(self) -> dict[str, float]:
+        """The same of one that may go on: the stage that it is in lasts until now."""
+        return self._durations(self._marks.get(Mark.ENDED, self._clock()), self.reached)
+
+    def _durations(self, end_s: float, last: Mark) -> dict[str, float]:
         reached_s = start_s = self._marks[Mark.ARRIVED]
         durations: dict[str, float] = {}
-        last = max(mark for mark in self._marks if mark is not Mark.ENDED)
-        for stage, mark in zip(STAGES, list(Mark)[1:], strict=True):
+        for stage, mark in zip(STAGES, _LATER, strict=True):
             marked_s = end_s if mark > last else self._marks.get(mark, reached_s)
             at_s = min(max(marked_s, reached_s), end_s)
             durations[stage] = at_s - reached_s

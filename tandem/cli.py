@@ -339,12 +339,12 @@ def health(address: str, timeout_s: float) -> None:
 
 @main.command()
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True)
-@click.option("--once", is_flag=True, help="Print one table and exit.")
+@click.option("--once", is_flag=True, help="Print it once and exit.")
 def top(url: str, once: bool) -> None:
-    """Workers, blocks and live requests."""
-    from tandem import terminal
+    """Workers, blocks, requests by stage, rates and latencies, live; q quits."""
+    from tandem.top import top as show
 
-    _client(terminal.top(url, once))
+    _client(show(url, once))
 
 
 main.add_command(bench)

@@ -12,7 +12,8 @@ from gateway.timing import StageClock
 
 @dataclass(slots=True)
 class HandoffReport:
-    """What is known of a request's handoffs so far: filled by its attempts, read by usage and timing."""
+    """What is known of a request's handoffs so far: filled by its attempts, read by usage and timing. `num_tokens`
+    are those that the client took, `outcome` says why there are no more: empty while there may be."""
 
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
@@ -21,6 +22,8 @@ class HandoffReport:
     num_cached_tokens: int = 0
     num_attempts: int = 0
     num_preemptions: int = 0
+    num_tokens: int = 0
+    outcome: str = ""
     state: HandoffState = HandoffState.PENDING
     causes: list[str] = field(default_factory=list)
     prompt_scores: list[PromptScore] = field(default_factory=list)
