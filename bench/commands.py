@@ -1,9 +1,11 @@
 """`tandem bench …`: options, and a line or two over the module that does the work, imported only when it runs."""
 
 import asyncio
+import os
 import shlex
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +303,7 @@ def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@bench.command("simulate")
+@click.command("simulate")
 @click.argument("profile", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @_plan_options
 @_traffic_options
@@ -335,3 +337,47 @@ def simulate_cluster(profile: Path, **options: Any) -> None:
         )
     except (ValueError, KeyError) as error:
         _end(error, CONFIGURATION_MISTAKE)
+
+
+@click.command("tune")
+@click.argument("path", type=FILE)
+@click.option("--model", default="smollm2", show_default=True)
+@click.option(
+    "--profile",
+    "profile_path",
+    default=None,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Made by `tandem bench profile` [measured now].",
+)
+@click.option(
+    "--confirm", "num_confirmed", default=3, show_default=True, help="How many are served and measured."
+)
+@click.option(
+    "--serve-options", default="", callback=_words, help="For all that are served: '--weights dense'."
+)
+@_traffic_options
+@_slo_options
+@click.option("--json", "json_path", default=None, type=FILE, help="Everything simulated and measured.")
+def tune_options(path: Path, model: str, profile_path: Path | None, **options: Any) -> None:
+    """Find the options of `serve` with the best goodput for a traffic, and write them into PATH."""
+    from bench import profile, tune
+    from engine.config import EngineConfig
+
+    async def work() -> None:
+        known = (
+            profile.read(profile_path)
+            if profile_path
+            else await profile.profile(profile.Asked(EngineConfig(model)))
+        )
+        asked = _asked({**options, "rates": (1.0,)})
+        wish = tune.Wish(
+            lambda rate: replace(asked, rates=(rate,)).traffics()[0], _slo(options), options["attainment"]
+        )
+        cores, told = len(os.sched_getaffinity(0)), options["serve_options"]
+        await tune.run(
+            model, known, wish, asked, cores, options["num_confirmed"], told, path, options["json_path"]
+        )
+
+    if not any(options[name] for name in ("slo_ttft", "slo_itl", "slo_gap", "slo_e2e")):
+        raise click.UsageError("tune needs to know what is wanted: --slo-ttft and --slo-itl, or others")
+    _run(work())
