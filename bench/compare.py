@@ -81,10 +81,19 @@ def _on_goodput(results: Results, slo: Slo, attainment: float) -> list[str]:
         name: goodput_per_s([(run.summary.asked_per_s, run.summary.attainment) for run in runs], attainment)
         for name, runs in results.items()
     }
-    told = ", ".join(f"{name} {value:.2f}" for name, value in reached.items())
+    unbounded = {
+        name for name, runs in results.items() if all(run.summary.attainment >= attainment for run in runs)
+    }
+    told = ", ".join(
+        f"{name} {'at least ' * (name in unbounded)}{value:.2f}" for name, value in reached.items()
+    )
     lines = [GOODPUT.format(attainment=attainment, slo=slo), f"Goodput, requests a second: {told}."]
     other = max((name for name in reached if name != TANDEM), key=lambda name: reached[name], default=None)
-    if other is not None and reached[TANDEM] and reached[other]:
+    if len(unbounded) == len(results):
+        lines.append(
+            "No rate that was tried is too much for anybody: ask for more to see who has the best goodput."
+        )
+    elif other is not None and reached[TANDEM] and reached[other]:
         lines.append(f"{_winner(reached[TANDEM] / reached[other], other)} on goodput.")
     return lines
 

@@ -25,6 +25,7 @@ th, td { padding: .25rem .7rem; border-bottom: 1px solid #e5e7eb; text-align: ri
 th:first-child, td:first-child { text-align: left; }
 thead th { border-bottom: 2px solid #9ca3af; vertical-align: bottom; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
+.plots figure { margin: 0; }
 .plots svg { width: 100%; height: auto; }
 .wide { overflow-x: auto; }
 footer { color: #6b7280; font-size: .85rem; margin-top: 2rem; }
@@ -83,10 +84,10 @@ def page(
         parts.append(
             f"<div class='verdict'>{''.join(f'<p>{html.escape(line)}</p>' for line in verdict)}</div>"
         )
-    for heading, (columns, rows) in tables.items():
-        parts.append(f"<h2>{html.escape(heading)}</h2><div class='wide'>{_table(columns, rows)}</div>")
     parts.append(f"<div class='plots'>{''.join(f'<figure>{svg}</figure>' for svg in drawn)}</div>")
     parts += [f"<p>{html.escape(note)}</p>" for note in notes]
+    for heading, (columns, rows) in tables.items():
+        parts.append(f"<h2>{html.escape(heading)}</h2><div class='wide'>{_table(columns, rows)}</div>")
     parts.append(f"<footer>{html.escape(machine())}</footer></html>")
     return "\n".join(parts)
 

@@ -115,6 +115,14 @@ def test_the_verdict_says_when_the_tandem_loses():
     )
     assert "The tandem loses by 2.00 to the best other (colocated) on time to first token" in lines
     assert "The tandem wins by 3.00 over the best other (colocated) on gaps" in lines
+    assert "No rate that was tried is too much for anybody" in lines
+
+
+def test_the_verdict_on_goodput_needs_a_rate_that_was_too_much():
+    tandem = [run_of("tandem", 0.8, 0.1), run_of("tandem", 1.2, 0.1)]
+    other = [run_of("other", 0.8, 0.1), run_of("other", 0.8, 0.1)]
+    lines = "\n".join(verdict({"tandem": tandem, "other": other}, Slo(first_token_s=1.0), 0.9))
+    assert "tandem 2.00, other at least 2.00" in lines
     assert "are equal on goodput" in lines
 
 
