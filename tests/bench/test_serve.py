@@ -100,9 +100,9 @@ def test_a_mistake_is_one_line(arguments, status, told):
     assert "Traceback" not in done.stderr
 
 
-def run_of(name: str, first_s: float, gap_s: float) -> Run:
+def run_of(name: str, first_s: float, gap_s: float, rate: float = 2.0) -> Run:
     outcomes = [outcome(first_s, gap_s, gap_s, sent_s=float(index)) for index in range(10)]
-    return Run(name, "t", summarize(outcomes, Slo(first_token_s=1.0), 2.0), outcomes)
+    return Run(name, "t", summarize(outcomes, Slo(first_token_s=1.0), rate), outcomes)
 
 
 def test_the_verdict_says_when_the_tandem_loses():
@@ -119,11 +119,11 @@ def test_the_verdict_says_when_the_tandem_loses():
 
 
 def test_the_verdict_on_goodput_needs_a_rate_that_was_too_much():
-    tandem = [run_of("tandem", 0.8, 0.1), run_of("tandem", 1.2, 0.1)]
-    other = [run_of("other", 0.8, 0.1), run_of("other", 0.8, 0.1)]
+    tandem = [run_of("tandem", 0.8, 0.1), run_of("tandem", 1.2, 0.1, 3.0)]
+    other = [run_of("other", 0.8, 0.1), run_of("other", 0.8, 0.1, 3.0)]
     lines = "\n".join(verdict({"tandem": tandem, "other": other}, Slo(first_token_s=1.0), 0.9))
-    assert "tandem 2.00, other at least 2.00" in lines
-    assert "are equal on goodput" in lines
+    assert "tandem 2.10, other at least 3.00" in lines
+    assert "The tandem loses by 1.43 to the best other (other) on goodput" in lines
 
 
 def test_tune_writes_what_serve_takes_and_simulate_reads_a_profile(tiny_model, tmp_path):
