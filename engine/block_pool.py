@@ -107,8 +107,9 @@ class BlockPool:
         blocks = self._free[len(self._free) - num_free :][::-1]
         del self._free[len(self._free) - num_free :]
         blocks += [self._evict() for _ in range(num_blocks - num_free)]
+        one, references = _ONE[hold], self._references
         for block in blocks:
-            self._references[block] = _ONE[hold]
+            references[block] = one
         self._counts[BlockState.FREE] -= num_blocks
         self._counts[hold] += num_blocks
         return blocks
@@ -125,9 +126,10 @@ class BlockPool:
     def move(self, blocks: Iterable[BlockId], source: BlockState, target: BlockState) -> None:
         """Change the kind of one reference on each."""
         one, other, num_moved = _ONE[source], _ONE[target], 0
+        references = self._references
         for block in blocks:
-            if self._references[block] == one:
-                self._references[block] = other
+            if references[block] == one:
+                references[block] = other
                 num_moved += 1
             else:
                 self._add(block, target)
@@ -138,13 +140,14 @@ class BlockPool:
     def release(self, blocks: Sequence[BlockId], hold: BlockState = BlockState.OWNED) -> None:
         """Drop one reference on each. Later blocks of a sequence become evictable before earlier ones, so that a
         prefix outlives its continuations."""
-        one, num_cached, num_freed = _ONE[hold], 0, 0
+        one, references, hash_of = _ONE[hold], self._references, self._hash_of
+        num_cached = num_freed = 0
         for block in reversed(blocks):
-            if self._references[block] != one:
+            if references[block] != one:
                 self._drop(block, hold)
                 continue
-            self._references[block] = 0
-            if block in self._hash_of:
+            references[block] = 0
+            if block in hash_of:
                 self._evictable[block] = None
                 num_cached += 1
             else:

@@ -8,6 +8,7 @@ the wait.
 
 import math
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -106,36 +107,30 @@ class Admission:
     ) -> float:
         """Until as many requests have ended as this one is beyond what the tier holds at a time. While no rate is
         known the whole tier may be filled a second time."""
-        is_open = table.column("is_open") > 0
-        num_places, published, num_suspended = (
-            int(table.column(name)[is_open].sum()) for name in ("max_batch", "published", "suspended")
-        )
+        totals = table.totals()
+        num_places = totals["max_batch"]
         if not num_places:
             return 0.0
-        num_ahead = max(num_live, published) - num_suspended + len(self._arriving) + 1 - num_places
-        num_ahead = max(num_ahead, self._short_of_blocks(table, is_open, num_tokens, num_waiting_blocks))
+        num_ahead = max(num_live, totals["published"]) - totals["suspended"]
+        num_ahead += len(self._arriving) + 1 - num_places
+        num_waiting_blocks += -(-(num_tokens + 1) // table.block_size)
+        num_ahead = max(num_ahead, _short_of_blocks(totals, table.block_size, num_waiting_blocks))
         if num_ahead <= 0:
             return 0.0
         if per_s := self._ends.per_s:
             return num_ahead / per_s
         return 0.0 if num_ahead <= num_places else math.inf
 
-    def _short_of_blocks(
-        self, table: WorkerTable, is_open: np.ndarray, num_tokens: int, num_waiting_blocks: int
-    ) -> int:
-        """How many of the running requests must end before there are blocks for all that wait and this one."""
-        free_blocks, running, told = (
-            int(table.column(name)[is_open].sum()) for name in ("free_blocks", "running", "told_blocks")
-        )
-        needed = num_waiting_blocks + -(-(num_tokens + 1) // table.block_size)
-        free = free_blocks - running
-        if needed <= free or not running or not told:
-            return 0
-        total = int(table.column("pool_tokens")[is_open].sum()) // table.block_size
-        blocks_each = max((total - free) / running, 1.0)
-        return math.ceil((needed - free) / blocks_each)
-
     def _expire(self) -> None:
         now_s = self._clock()
         while self._arriving and next(iter(self._arriving.values()))[0] <= now_s:
             self._arriving.popitem(last=False)
+
+
+def _short_of_blocks(totals: Mapping[str, int], block_size: int, needed: int) -> int:
+    """How many of the running requests must end before there are so many blocks."""
+    free, running = totals["free_blocks"] - totals["running"], totals["running"]
+    if needed <= free or not running or not totals["told_blocks"]:
+        return 0
+    blocks_each = max((totals["pool_tokens"] // block_size - free) / running, 1.0)
+    return math.ceil((needed - free) / blocks_each)

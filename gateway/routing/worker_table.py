@@ -6,8 +6,6 @@ workers is a few operations on vectors. No I/O; knows nothing of sessions.
     sequences   [   3  |   0  |   8  | ... |      | unused ]     is removed gives it to the last row
 """
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +20,6 @@ COLUMNS = (
     "is_colocated",
     "pool_tokens",  # what the whole pool holds
     "max_batch",
-    "order",  # of the names, to break ties
     "ahead",  # prompt tokens to compute before another prompt's: published or sent, whichever is more
     "tokens_per_s",
     "sequences",  # in the batch or waiting for it, published or sent, whichever is more; less the suspended
@@ -31,6 +28,7 @@ COLUMNS = (
     "running",
     "free_blocks",
     "told_blocks",  # of the pool, once its load is known
+    "order",  # of the names, to break ties; the table's own
 )
 
 
@@ -47,6 +45,11 @@ class WorkerTable:
         """A view: it changes with the rows."""
         values: Column = self._columns[_INDEX[name], : len(self.rows)]
         return values
+
+    def totals(self) -> dict[str, int]:
+        """The sum of each column over the open ones."""
+        used = self._columns[:, : len(self.rows)]
+        return dict(zip(COLUMNS, (used @ used[_INDEX["is_open"]]).astype(int).tolist(), strict=True))
 
     def add(self, record: WorkerRecord) -> "WorkerRow":
         """Closed, with an empty load."""
@@ -78,6 +81,11 @@ class WorkerTable:
         if slot is not None:
             for name, value in values.items():
                 self._columns[_INDEX[name], slot] = value
+
+    def set_all(self, slot: int | None, values: tuple[float, ...]) -> None:
+        """The same for every column but the last, in their order."""
+        if slot is not None:
+            self._columns[:-1, slot] = values
 
     @property
     def num_open(self) -> int:
@@ -153,18 +161,20 @@ class WorkerRow:
     def write(self) -> None:
         """Everything into the table."""
         record, load = self.record, self.load
-        values: dict[str, Any] = {
-            "is_open": self.is_open,
-            "is_colocated": record.is_colocated,
-            "pool_tokens": record.num_blocks * record.kv_spec.block_size,
-            "max_batch": record.max_batch,
-            "ahead": max(load.num_queued_tokens, self.num_pending_tokens),
-            "tokens_per_s": load.tokens_per_s,
-            "sequences": self.num_sequences,
-            "published": load.num_running + load.num_waiting,
-            "suspended": load.num_suspended,
-            "running": load.num_running,
-            "free_blocks": load.num_free_blocks,
-            "told_blocks": load.num_blocks,
-        }
-        self._table.set(self.slot, **values)
+        self._table.set_all(
+            self.slot,
+            (
+                self.is_open,
+                record.is_colocated,
+                record.num_blocks * record.kv_spec.block_size,
+                record.max_batch,
+                max(load.num_queued_tokens, self.num_pending_tokens),
+                load.tokens_per_s,
+                self.num_sequences,
+                load.num_running + load.num_waiting,
+                load.num_suspended,
+                load.num_running,
+                load.num_free_blocks,
+                load.num_blocks,
+            ),
+        )
