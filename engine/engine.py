@@ -9,6 +9,7 @@ from core.ids import BlockId, HandoffId
 from core.sampling import SamplingParams
 from engine.guided import Guide, GuideFactory
 from engine.scheduler import Progress, Sampled, Scheduler, Work
+from engine.step_counts import StepCounts
 
 
 class Runner(Protocol):
@@ -39,6 +40,7 @@ class Engine:
         self.runner = runner
         self.take_in = take_in
         self.guides = guides
+        self.counts = StepCounts()
         self.step_s = 0.0
         self._recent_tokens = 0.0
         self._recent_s = 0.0
@@ -54,7 +56,7 @@ class Engine:
         self.on_scheduled(self.work)
         sampled = self.runner.run(self.work)
         progress = self.scheduler.commit(self.work, sampled)
-        self._note_step(self.scheduler.clock() - started_s, sum(item.num_tokens for item in self.work))
+        self._note_step(self.scheduler.clock() - started_s)
         return progress
 
     def guide(self, params: SamplingParams) -> Guide | None:
@@ -67,7 +69,9 @@ class Engine:
         """Over the latest steps, each counted by what it computed; 0 before the first."""
         return self._recent_tokens / self._recent_s if self._recent_s else 0.0
 
-    def _note_step(self, step_s: float, num_tokens: int) -> None:
+    def _note_step(self, step_s: float) -> None:
+        self.counts.note(self.work, step_s)
         self.step_s = step_s
         self._recent_s = RATE_DECAY * self._recent_s + step_s
+        num_tokens = sum(item.num_tokens for item in self.work)
         self._recent_tokens = RATE_DECAY * self._recent_tokens + num_tokens

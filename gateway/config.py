@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class GatewayConfig:
     """`model` is a directory, a GGUF file or `smollm2`; `model_id` is what clients write (derived from `model` unless
     given). `http` and `grpc` are host:port, port 0 picks a free one. A client that takes nothing of its stream for
-    `stall_limit_s` loses it; a request that would wait for longer than `max_queue_s` is refused at once."""
+    `stall_limit_s` loses it; a request that would wait for longer than `max_queue_s` is refused at once. Spans go to
+    `otlp`, if anywhere."""
 
     model: str = "smollm2"
     model_id: str | None = None
@@ -20,3 +21,4 @@ class GatewayConfig:
     request_timeout_s: float = 600.0
     stall_limit_s: float = 60.0
     max_queue_s: float = 10.0
+    otlp: str | None = None

@@ -29,6 +29,8 @@ class ServePlan:
     token_budget: int
     max_queue_s: float
     can_borrow: bool
+    log_format: str = "text"
+    otlp: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def plan_workers(plan: ServePlan, cores: Sequence[int]) -> list[ChildPlan]:
 def plan_gateway(plan: ServePlan, ready_file: str, cores: Sequence[int]) -> ChildPlan:
     command = (*_tandem("gateway"), "--model", plan.model, "--http", plan.http, "--grpc", plan.grpc)
     command += ("--redis-url", plan.redis_url, "--ready-file", ready_file)
-    command += ("--max-queue", str(plan.max_queue_s))
+    command += ("--max-queue", str(plan.max_queue_s), *_observing(plan))
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return ChildPlan("gateway", command, tuple(cores), 1)
 
@@ -88,11 +90,15 @@ def _worker_command(
         str(num_threads),
     )
     command += ("--block-size", str(plan.block_size), "--max-batch", str(plan.max_batch))
-    command += ("--token-budget", str(plan.token_budget))
+    command += ("--token-budget", str(plan.token_budget), *_observing(plan))
     command += ("--borrow", ",".join(map(str, borrowed))) if borrowed else ()
     command += ("--num-blocks", str(plan.num_blocks)) if plan.num_blocks else ()
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return command
+
+
+def _observing(plan: ServePlan) -> tuple[str, ...]:
+    return ("--log-format", plan.log_format, *(("--otlp", plan.otlp) if plan.otlp else ()))
 
 
 def _tandem(command: str) -> tuple[str, ...]:

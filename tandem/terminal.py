@@ -15,7 +15,7 @@ from core.errors import TandemError
 from tandem.client import Answer, AsyncClient, Chunk, Message, Prompt, Sampling
 from tandem.client_messages import to_answer
 
-STAGES = ("queue", "prefill", "grant_wait", "transfer", "decode_queue", "first_step", "decode")
+STAGES = ("prepare", "queue", "prefill", "grant_wait", "transfer", "decode_queue", "first_step", "decode")
 REFRESH_S = 1.0
 
 

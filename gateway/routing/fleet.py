@@ -33,7 +33,7 @@ class Fleet:
         self._index = index
         self._open_session = open_session
         self._reference: WorkerRecord | None = None
-        self._gateway_id = f"gateway-{new_request_id()[:8]}"
+        self.gateway_id = f"gateway-{new_request_id()[:8]}"
         self._links: dict[WorkerKey, WorkerLink] = {}
         self._tasks: dict[WorkerKey, asyncio.Task[None]] = {}
         self._registered: set[WorkerKey] = set()
@@ -107,7 +107,7 @@ class Fleet:
         self._registered = set(usable)
         for key, record in usable.items():
             if key not in self._links:
-                self._links[key] = WorkerLink(record, self._gateway_id, self._open_session)
+                self._links[key] = WorkerLink(record, self.gateway_id, self._open_session)
                 self._tasks[key] = asyncio.create_task(self._keep(key))
 
     def _is_usable(self, record: WorkerRecord) -> bool:
@@ -143,7 +143,7 @@ class Fleet:
                 break
             pause_s = RECONNECT_S if link.was_up else min(2 * pause_s, MAX_RECONNECT_S)
             await asyncio.sleep(pause_s)
-            self._links[key] = WorkerLink(link.record, self._gateway_id, self._open_session)
+            self._links[key] = WorkerLink(link.record, self.gateway_id, self._open_session)
         del self._links[key]
         self._tasks.pop(key, None)
         if not self._links:

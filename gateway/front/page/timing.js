@@ -3,6 +3,7 @@ import { make } from "./dom.js";
 
 /** In order; together they are the total. */
 const STAGES = {
+  prepare_s: "prepare",
   queue_s: "queue",
   prefill_s: "prefill",
   grant_wait_s: "grant",
