@@ -1,5 +1,5 @@
-"""Spans of requests, where somebody wants them. Without `--otlp` everything here does nothing, and OpenTelemetry is
-not even imported; with it, `cluster.otel` makes the spans.
+"""Spans of requests, where somebody wants them. Without `--otlp` everything here does nothing, and OpenTelemetry's
+SDK for it is not even imported; with it, `cluster.otel` makes the spans.
 
     traceparent ─► gateway: request ──trace_parent──► prefill: queue, prefill, send
                      its stages     └────────────────► decode: reserve, receive, run
