@@ -13,8 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.load import Load, Outcome
-from bench.overload import quantile
+from bench.client import Outcome
+from bench.load import Load
+from bench.summary import quantile
 from core.errors import EngineFailed
 from tandem.served import served
 

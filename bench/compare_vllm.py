@@ -20,7 +20,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.load import TOKEN_IDS, Load, Outcome
+from bench.client import Outcome
+from bench.load import Load
+from bench.traffic import TOKEN_IDS
 from bench.vllm_environment import exported, install, vllm_served
 from core.errors import Unavailable
 from tandem.served import served

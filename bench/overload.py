@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import json
 import random
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.load import Load, Outcome, poisson
+from bench.client import Outcome
+from bench.load import Load, poisson
+from bench.summary import quantile
 from tandem.served import served
 
 BASE, OVER = 0.9, 2.0
@@ -25,13 +26,6 @@ FLOOD = 1.7  # of what a closed loop got: more than can be served, or the capaci
 
 def served_per_s(outcomes: Sequence[Outcome], duration_s: float) -> float:
     return sum(outcome.is_whole for outcome in outcomes) / duration_s
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    """Linear between neighbours; 0 without values."""
-    if len(values) < 2:
-        return values[0] if values else 0.0
-    return statistics.quantiles(values, n=1000, method="inclusive")[min(int(q * 1000), 999) - 1]
 
 
 def summarize(outcomes: Sequence[Outcome], duration_s: float, args: argparse.Namespace) -> dict[str, float]:

@@ -6,7 +6,7 @@ CPU wheels downloads much less."""
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,14 @@ def exported(model: str, directory: Path, dtype: torch.dtype = torch.bfloat16) -
 
 
 @contextlib.asynccontextmanager
-async def vllm_served(python: Path, model: Path, name: str, dtype: str) -> AsyncIterator[dict[str, Any]]:
+async def vllm_served(
+    python: Path, model: Path, name: str, dtype: str, options: Sequence[str] = ()
+) -> AsyncIterator[dict[str, Any]]:
     """The address of its OpenAI server, over all of our cores, as `http`. Raises Unavailable."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", name, "--dtype", dtype, "--enforce-eager"]
+    command += options
     command += ["--host", "127.0.0.1", "--port", str(port)]
     cores = sorted(os.sched_getaffinity(0))
     environment = {

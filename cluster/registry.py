@@ -161,6 +161,8 @@ def _check(record: WorkerRecord, member: bytes) -> None:
     sizes = (spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.block_size, record.context_len)
     if min(*sizes, record.vocab_size, record.num_blocks, record.max_batch) <= 0:
         raise ValueError("a size is not positive")
+    if record.max_local_tokens < 0:
+        raise ValueError("max_local_tokens is negative")
     if max(*sizes, record.vocab_size, record.num_blocks, record.max_batch) >= MAX_SIZE:
         raise ValueError("a size is absurd")
     host, _, port = record.address.rpartition(":")

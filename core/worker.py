@@ -22,13 +22,14 @@ class WorkerShape(NamedTuple):
     vocab_size: int
     num_blocks: int
     max_batch: int
+    max_local_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
     """One incarnation of one worker. `address` is host:port of its gRPC session server; `connector` is the
     transfer scheme it was told to use; `context_len` bounds prompt plus output in tokens; `model` is the
-    public model id."""
+    public model id. A decode worker computes a prompt itself if it lacks at most `max_local_tokens` of it."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -41,7 +42,13 @@ class WorkerRecord:
     num_blocks: int
     max_batch: int
     connector: str = "auto"
+    max_local_tokens: int = 0
 
     @property
     def key(self) -> tuple[WorkerId, Epoch]:
         return self.worker_id, self.epoch
+
+    @property
+    def is_colocated(self) -> bool:
+        """It computes any prompt itself: whoever has such a worker needs no prefill tier."""
+        return self.role is Role.DECODE and self.max_local_tokens >= self.context_len

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from core.errors import DeadlineExceeded, EngineFailed, ErrorCode, TandemError
 from core.ids import BlockHash, BlockId, HandoffId
 from engine.block_pool import BlockState
+from engine.config import MAX_LOCAL_TOKENS
 from engine.engine import Engine
 from engine.messages import (
     AbortWork,
@@ -32,7 +33,6 @@ from engine.scheduler import Progress, Work
 from engine.sequence import Sequence
 
 MAX_QUEUED_RESERVES = 256
-MAX_LOCAL_TOKENS = 1024
 SUSPEND_LIMIT_S = 60.0
 
 
@@ -58,8 +58,11 @@ class DecodeTier:
     """Every handoff is in exactly one of the first four tables; `_suspended` says since when those running ones have
     had no credit, the longest first."""
 
-    def __init__(self, engine: Engine, fingerprint: str) -> None:
+    def __init__(self, engine: Engine, fingerprint: str, max_local_tokens: int = MAX_LOCAL_TOKENS) -> None:
+        """Prompts of which no more than `max_local_tokens` are not cached are computed here on request. One that has
+        no such bound queues them, too, when the batch is full: there is nobody else."""
         self.engine = engine
+        self._max_local_tokens = max_local_tokens
         self.events: list[AnyEvent] = []
         self._fingerprint = fingerprint
         self._queue: list[QueuedReserve] = []
@@ -90,11 +93,14 @@ class DecodeTier:
             case _:
                 raise AssertionError(f"not a decode command: {command}")
 
-    def step(self) -> bool:
+    def prepare(self) -> None:
         self._end_suspended()
         for sequence, error in self.engine.scheduler.misguided:
             self._fail(sequence, error)
         self._serve_queue()
+
+    def step(self) -> bool:
+        self.prepare()
         progress = self.engine.step()
         for item in progress:
             self._report(item)
@@ -130,16 +136,17 @@ class DecodeTier:
             )
 
     def _prefill_locally(self, sequence: Sequence) -> None:
-        """Queue a prompt to be computed in chunks between the other sequences' tokens: only a short one may."""
+        """Queue a prompt to be computed in chunks between the other sequences' tokens: only a short one may, where
+        others compute the long ones."""
         scheduler = self.engine.scheduler
+        is_colocated = self._max_local_tokens >= scheduler.limits.context_len
         cached = scheduler.pool.lookup(scheduler.full_chain(sequence, len(sequence.tokens) - 1))
         num_uncached = len(sequence.tokens) - len(cached) * scheduler.limits.block_size
-        if num_uncached > MAX_LOCAL_TOKENS:
-            message = (
-                f"{num_uncached} uncached tokens are more than the {MAX_LOCAL_TOKENS} prefilled on decode"
-            )
+        if num_uncached > self._max_local_tokens:
+            limit = self._max_local_tokens
+            message = f"{num_uncached} uncached tokens are more than the {limit} prefilled on decode"
             self._refuse(sequence.id, ErrorCode.BUSY, message)
-        elif len(scheduler.waiting) >= MAX_QUEUED_RESERVES or not scheduler.make_place():
+        elif len(scheduler.waiting) >= MAX_QUEUED_RESERVES or not (is_colocated or scheduler.make_place()):
             self._refuse(sequence.id, ErrorCode.BUSY, "no place in the batch")
         else:
             sequence.guide = self.engine.guide(sequence.params)

@@ -9,7 +9,7 @@ from engine.worker_loop import worker_main
 
 
 def make_tier(engine: Engine, geometry: EngineGeometry) -> DecodeTier:
-    return DecodeTier(engine, geometry.model.fingerprint)
+    return DecodeTier(engine, geometry.model.fingerprint, geometry.max_local_tokens)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from core.block_hash import HASH_BLOCK_TOKENS
 from core.kv_spec import DType
 from core.logs import LogForm
 
+MAX_LOCAL_TOKENS = 1024
+
 
 class WeightForm(StrEnum):
     """STORED: a GGUF file's 4- and 8-bit matrices stay so, where the machine has products for them and the model runs
@@ -20,7 +22,9 @@ class WeightForm(StrEnum):
 class EngineConfig:
     """`device` is where the model and its pool are, as torch names it. `token_budget` bounds the tokens of one step,
     `max_batch` the sequences; the pool has `num_blocks` blocks, or as many as `kv_bytes` hold. `borrowed_cores` are
-    others': used while nobody wants them."""
+    others': used while nobody wants them. A decode worker computes a prompt itself, in chunks between the tokens of
+    others, if it lacks at most `max_local_tokens` of it. Its steps start `pace_s` apart at least while others use the
+    time between: faster than its readers need is slower for those who wait for a prompt."""
 
     model: str = "smollm2"
     dtype: DType = DType.BFLOAT16
@@ -36,6 +40,8 @@ class EngineConfig:
     borrowed_cores: tuple[int, ...] = ()
     weights: WeightForm = WeightForm.STORED
     log: LogForm = field(default_factory=LogForm)
+    max_local_tokens: int = MAX_LOCAL_TOKENS
+    pace_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.block_size <= 0 or self.block_size % HASH_BLOCK_TOKENS:
@@ -43,6 +49,9 @@ class EngineConfig:
         for name in ("kv_bytes", "token_budget", "max_batch", "num_threads"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("max_local_tokens", "pace_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.num_blocks is not None and self.num_blocks <= 0:
             raise ValueError(f"num_blocks must be positive, got {self.num_blocks}")
 

@@ -18,6 +18,7 @@ class EngineGeometry:
         self.kv_spec: KVSpec = kv_spec(self.model, config.block_size, config.dtype)
         self.num_blocks = config.pool_blocks(self.kv_spec.block_bytes)
         self.context_len = min(config.max_context_len or self.model.context_len, self.model.context_len)
+        self.max_local_tokens = config.max_local_tokens
         self._max_batch = config.max_batch
 
     def shape(self, role: Role) -> WorkerShape:
@@ -29,4 +30,5 @@ class EngineGeometry:
             vocab_size=self.model.vocab_size,
             num_blocks=self.num_blocks,
             max_batch=self._max_batch,
+            max_local_tokens=self.max_local_tokens if role is Role.DECODE else 0,
         )

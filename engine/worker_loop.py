@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from core.clock import monotonic
 from core.errors import TandemError
 from core.kv_region import KVRegion
 from core.load import Load
@@ -23,6 +24,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.engine_geometry import EngineGeometry
 from engine.messages import AnyCommand, AnyEvent, Loading, Report
+from engine.pace import Pace, unpaced
 from engine.scheduler import Work
 
 logger = logging.getLogger(__name__)
@@ -40,8 +42,12 @@ class Tier(Protocol):
         """Apply one command; answers go to `events`."""
         ...
 
+    def prepare(self) -> None:
+        """Append what needs no computing: who is refused, who is granted. For the time between two steps."""
+        ...
+
     def step(self) -> bool:
-        """Run one engine step and append its events. False when nothing could run."""
+        """Prepare, run one engine step and append its events. False when nothing could run."""
         ...
 
     def announce(self, work: list[Work]) -> None:
@@ -56,16 +62,21 @@ class Tier(Protocol):
     def num_waiting(self) -> int: ...
 
 
-def run_worker(channel: EngineChannel, tier: Tier) -> None:
+def run_worker(channel: EngineChannel, tier: Tier, pace: Pace | None = None) -> None:
     """Until the service closes the channel: take commands, step, report."""
+    pace = pace or unpaced()
     tier.engine.on_scheduled = lambda work: _announce(channel, tier, work)
     channel.send(report(tier))
     did_work = False
-    while (messages := channel.receive(0.0 if did_work else IDLE_CHECK_S)) is not None:
+    while (messages := channel.receive(pace.left_s if did_work else IDLE_CHECK_S)) is not None:
         for message in messages:
             for command in message.commands:
                 tier.handle(command)
-        did_work = step_or_fail(tier)
+        if did_work and pace.left_s:
+            tier.prepare()
+        else:
+            pace.begin()
+            did_work = step_or_fail(tier)
         if messages or tier.events or did_work:
             channel.send(report(tier))
         else:
@@ -126,13 +137,15 @@ def worker_main(make_tier: Callable[[Engine, EngineGeometry], Tier], is_sender: 
     config = msgspec.json.decode(args.config, type=EngineConfig)
     set_up_logs(config.log)
     channel = EngineChannel(socket.socket(fileno=args.channel_fd))
+    from kernels.cpu import crew  # torch comes with it
+
     try:
         tier = make_tier(*_load(config, channel, args.pool_fd, is_sender))
     except TandemError as error:
         channel.send(Report([], failure=str(error)))
         return 2
     try:
-        run_worker(channel, tier)
+        run_worker(channel, tier, Pace(config.pace_s, monotonic, crew.are_others_at_work, crew.lend_core))
     except ConnectionError:
         logger.info("the service is gone")
     return 0

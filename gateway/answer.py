@@ -170,7 +170,7 @@ class Answer:
     def _told(self, outcome: str, usage: Usage) -> dict[str, str | int | float]:
         """What the log and the span say of it."""
         timing = self.timing()
-        told = {
+        told: dict[str, str | int | float] = {
             "client_request_id": self._client_request_id,
             "outcome": outcome,
             "num_choices": len(self._choices),

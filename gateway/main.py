@@ -48,7 +48,9 @@ async def serve(config: GatewayConfig) -> int:
     fleet = Fleet(Registry(store), model_id, index)
     metrics = GatewayMetrics(lambda: fleet.links)
     rows = HandoffRows(store)
-    orchestrator = Orchestrator(fleet, index, rows, metrics, Admission(config.max_queue_s))
+    orchestrator = Orchestrator(
+        fleet, index, rows, metrics, Admission(config.max_queue_s), config.max_local_tokens
+    )
     grammars = GrammarChecker(model)
     tracing = start_tracing(config.otlp, "tandem-gateway", fleet.gateway_id)
     serving = Serving(

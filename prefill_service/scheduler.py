@@ -73,10 +73,13 @@ class PrefillTier:
             case _:
                 raise AssertionError(f"not a prefill command: {command}")
 
-    def step(self) -> bool:
+    def prepare(self) -> None:
         self._hold_back()
         for sequence, error in self.engine.scheduler.misguided:
             self._fail(sequence, error)
+
+    def step(self) -> bool:
+        self.prepare()
         progress = self.engine.step()
         for item in progress:
             self._report(item)

@@ -197,6 +197,7 @@ def hello_to_proto(record: WorkerRecord) -> session.WorkerHello:
         context_len=record.context_len,
         num_blocks=record.num_blocks,
         max_batch=record.max_batch,
+        max_local_tokens=record.max_local_tokens,
     )
 
 

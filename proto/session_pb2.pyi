@@ -16,18 +16,20 @@ class GatewayHello(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker", "kv_spec", "context_len", "num_blocks", "max_batch")
+    __slots__ = ("worker", "kv_spec", "context_len", "num_blocks", "max_batch", "max_local_tokens")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     KV_SPEC_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LEN_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker: _types_pb2.WorkerIdentity
     kv_spec: _types_pb2.KVSpec
     context_len: int
     num_blocks: int
     max_batch: int
-    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., kv_spec: _Optional[_Union[_types_pb2.KVSpec, _Mapping]] = ..., context_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batch: _Optional[int] = ...) -> None: ...
+    max_local_tokens: int
+    def __init__(self, worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., kv_spec: _Optional[_Union[_types_pb2.KVSpec, _Mapping]] = ..., context_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_local_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillCommands(_message.Message):
     __slots__ = ("commands",)

@@ -5,11 +5,11 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import click
 
+from bench.commands import bench
 from core.errors import ModelLoadError, TandemError
 from core.ids import WorkerId, new_worker_id
 from core.kv_spec import DType
@@ -75,6 +75,24 @@ def _observing_options(command: Callable[..., None]) -> Callable[..., None]:
     ):
         command = option(command)
     return command
+
+
+def _max_local_tokens_option(command: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "--max-local-tokens",
+        default=0,
+        show_default=True,
+        help="Prompts of which a decode worker lacks no more are computed there, without a handoff.",
+    )(command)
+
+
+def _pace_option(command: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "--pace",
+        default=0.0,
+        show_default=True,
+        help="Seconds from one decode step to the next, while other workers can use its core.",
+    )(command)
 
 
 def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -169,6 +187,8 @@ def _configs(options: dict[str, Any]) -> tuple[Any, Any]:
         max_batch=options["max_batch"],
         token_budget=options["token_budget"],
         num_threads=options["threads"],
+        max_local_tokens=options.get("max_local_tokens", 0),
+        pace_s=options.get("pace", 0.0),
         borrowed_cores=options["borrow"],
         log=LogForm(options["log_format"], worker.worker_id),
     )
@@ -192,6 +212,13 @@ def prefill(**options: Any) -> None:
 @_engine_options
 @_worker_options
 @_observing_options
+@_pace_option
+@click.option(
+    "--max-local-tokens",
+    default=1024,
+    show_default=True,
+    help="Prompts that it computes itself, in tokens that are not cached; any, from the context's length on.",
+)
 def decode(**options: Any) -> None:
     """Run one decode worker in the foreground."""
     from decode_service.main import serve
@@ -220,6 +247,7 @@ def _run_worker(serve: Callable[..., Coroutine[Any, Any, int]], role: str, optio
 @click.option("--grpc", default="127.0.0.1:50051", show_default=True, help="HOST:PORT of the gRPC API.")
 @click.option("--ready-file", default=None, help="JSON written once requests can be served.")
 @_max_queue_option
+@_max_local_tokens_option
 @_observing_options
 def gateway(log_format: str, **options: Any) -> None:
     """Run one gateway in the foreground."""
@@ -232,8 +260,14 @@ def gateway(log_format: str, **options: Any) -> None:
 @main.command()
 @click.argument("model", default="smollm2")
 @click.option("--model-id", default=None, help="What clients write in `model` [from MODEL].")
-@click.option("--prefill", "num_prefill", default=1, show_default=True, help="Prefill workers.")
-@click.option("--decode", "num_decode", default=1, show_default=True, help="Decode workers.")
+@click.option("--prefill", "num_prefill", default=None, type=int, help="Prefill workers [1].")
+@click.option("--decode", "num_decode", default=None, type=int, help="Decode workers [1].")
+@click.option(
+    "--colocated",
+    "num_colocated",
+    default=0,
+    help="So many engines that do both instead of the tiers, with chunked prefill.",
+)
 @click.option("--connector", default="auto", show_default=True, help="auto, shm, tcp or ucx.")
 @click.option(
     "--http", default="127.0.0.1:8000", show_default=True, help="HOST:PORT of the OpenAI endpoints."
@@ -243,6 +277,8 @@ def gateway(log_format: str, **options: Any) -> None:
 @click.option("--ready-file", default=None, help="JSON written once requests can be served.")
 @click.option("--no-borrow", is_flag=True, help="Workers leave each other's idle cores alone.")
 @_max_queue_option
+@_max_local_tokens_option
+@_pace_option
 @_engine_options
 @_observing_options
 def serve(ready_file: str | None, **options: Any) -> None:
@@ -335,30 +371,7 @@ def top(url: str, once: bool) -> None:
     _client(terminal.top(url, once))
 
 
-@main.group()
-def bench() -> None:
-    """Measure on this machine; figures compare within one run."""
-
-
-@bench.command()
-@click.option("--model", default="smollm2", show_default=True)
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
-@click.option("--weights", type=click.Choice(("stored", "dense")), default="stored", show_default=True)
-@click.option("--batch", default=1, show_default=True, help="Sequences of the decode step.")
-@click.option("--context", default=512, show_default=True, help="Tokens of each of them.")
-@click.option("--prompt", default=256, show_default=True, help="Tokens of the prompt.")
-@click.option("--json", "json_path", default=None, type=click.Path(dir_okay=False, path_type=Path))
-def kernels(dtype: str, weights: str, json_path: Path | None, **options: Any) -> None:
-    """Where a step's milliseconds go, and how far from this machine's limits each operation is."""
-    from bench.kernels import Plan
-    from bench.kernels import run as measure
-    from engine.config import WeightForm
-
-    try:
-        measure(Plan(dtype=DType(dtype), weights=WeightForm(weights), **options), json_path)
-    except (ModelLoadError, ValueError) as error:
-        click.echo(f"tandem: {error}", err=True)
-        sys.exit(CONFIGURATION_MISTAKE)
+main.add_command(bench)
 
 
 def _client(work: Coroutine[Any, Any, None]) -> None:

@@ -7,15 +7,19 @@ from itertools import pairwise
 
 from core.worker import Role
 
+ANY_PROMPT = 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """What the command line asks for."""
+    """What the command line asks for. With `num_colocated` engines there are no tiers. Raises ValueError for counts
+    that make no system."""
 
     model: str
     model_id: str | None
-    num_prefill: int
-    num_decode: int
+    num_prefill: int | None
+    num_decode: int | None
+    num_colocated: int
     connector: str
     http: str
     grpc: str
@@ -28,9 +32,28 @@ class ServePlan:
     max_batch: int
     token_budget: int
     max_queue_s: float
+    max_local_tokens: int
+    pace: float
     can_borrow: bool
     log_format: str = "text"
     otlp: str | None = None
+
+    def __post_init__(self) -> None:
+        counts = (self.num_prefill, self.num_decode)
+        if self.num_colocated and counts != (None, None):
+            raise ValueError("--colocated is instead of --prefill and --decode")
+        if self.num_colocated < 0 or any(count is not None and count < 1 for count in counts):
+            raise ValueError("--prefill, --decode and --colocated count workers, from 1 on")
+
+    @property
+    def workers(self) -> list[tuple[str, Role]]:
+        """Names and roles."""
+        if self.num_colocated:
+            return [(f"colocated-{index}", Role.DECODE) for index in range(self.num_colocated)]
+        counts = {Role.PREFILL: self.num_prefill, Role.DECODE: self.num_decode}
+        return [
+            (f"{role.value}-{i}", role) for role, n in counts.items() for i in range(1 if n is None else n)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +75,10 @@ def split_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]
 
 
 def plan_workers(plan: ServePlan, cores: Sequence[int]) -> list[ChildPlan]:
-    """The prefill tier's share of the cores follows its share of the workers. Each may borrow those of the others."""
-    roles = [Role.PREFILL] * plan.num_prefill + [Role.DECODE] * plan.num_decode
-    counts = dict.fromkeys(Role, 0)
+    """Equal shares: the prefill tier's follows its share of the workers. Each may borrow the cores of the others."""
+    workers = plan.workers
     children = []
-    for role, share in zip(roles, split_cores(cores, len(roles)), strict=True):
-        name = f"{role.value}-{counts[role]}"
-        counts[role] += 1
+    for (name, role), share in zip(workers, split_cores(cores, len(workers)), strict=True):
         borrowed = [core for core in cores if core not in share] if plan.can_borrow else []
         command = _worker_command(plan, role, name, len(share), borrowed)
         children.append(ChildPlan(name, command, share, len(share)))
@@ -68,7 +88,8 @@ def plan_workers(plan: ServePlan, cores: Sequence[int]) -> list[ChildPlan]:
 def plan_gateway(plan: ServePlan, ready_file: str, cores: Sequence[int]) -> ChildPlan:
     command = (*_tandem("gateway"), "--model", plan.model, "--http", plan.http, "--grpc", plan.grpc)
     command += ("--redis-url", plan.redis_url, "--ready-file", ready_file)
-    command += ("--max-queue", str(plan.max_queue_s), *_observing(plan))
+    command += ("--max-queue", str(plan.max_queue_s), "--max-local-tokens", str(plan.max_local_tokens))
+    command += _observing(plan)
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return ChildPlan("gateway", command, tuple(cores), 1)
 
@@ -92,6 +113,8 @@ def _worker_command(
     command += ("--block-size", str(plan.block_size), "--max-batch", str(plan.max_batch))
     command += ("--token-budget", str(plan.token_budget), *_observing(plan))
     command += ("--borrow", ",".join(map(str, borrowed))) if borrowed else ()
+    command += ("--max-local-tokens", str(ANY_PROMPT)) if plan.num_colocated else ()
+    command += ("--pace", str(plan.pace)) if role is Role.DECODE and plan.pace else ()
     command += ("--num-blocks", str(plan.num_blocks)) if plan.num_blocks else ()
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return command

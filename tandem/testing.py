@@ -85,6 +85,8 @@ class LocalCluster:
         connector: str = "shm",
         worker_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        decode_arguments: Sequence[str] = (),
+        gateway_arguments: Sequence[str] = (),
     ) -> None:
         self.model = str(model)
         self.connector = connector
@@ -93,7 +95,11 @@ class LocalCluster:
         self.grpc = ""
         self.redis_url = ""
         self._counts = {Role.PREFILL: num_prefill, Role.DECODE: num_decode}
-        self._worker_arguments = tuple(worker_arguments)
+        self._worker_arguments = {
+            Role.PREFILL: tuple(worker_arguments),
+            Role.DECODE: (*worker_arguments, *decode_arguments),
+        }
+        self._gateway_arguments = tuple(gateway_arguments)
         self._environment = dict(environment or {})
         self._directory = tempfile.TemporaryDirectory(prefix="tandem-cluster-")
         self._valkey: EmbeddedValkey | None = None
@@ -130,7 +136,7 @@ class LocalCluster:
         """Start one worker, new or under the name of one that ended; it registers when its weights are loaded."""
         command = [role.value, "--model", self.model, "--model-id", "test", "--id", name]
         command += ["--redis-url", self.redis_url, "--connector", self.connector]
-        return await self._start(name, [*command, *self._worker_arguments, *arguments], environment)
+        return await self._start(name, [*command, *self._worker_arguments[role], *arguments], environment)
 
     async def start_gateway(self, is_waiting: bool = True) -> ManagedProcess:
         """Start the gateway; returns when it can serve. Raises Unavailable with the logs when it does not."""
@@ -139,7 +145,7 @@ class LocalCluster:
         command = ["gateway", "--model", self.model, "--model-id", "test", "--redis-url", self.redis_url]
         command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--ready-file", str(ready)]
         command += ["--max-queue", str(MAX_QUEUE_S)]
-        gateway = await self._start("gateway", command)
+        gateway = await self._start("gateway", [*command, *self._gateway_arguments])
         if is_waiting:
             await self.wait_gateway()
         return gateway

@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from core.sampling import SamplingParams
     from engine.llm import Completion
 
-# A busy machine is no fault: neither an example's time nor that of making it is judged.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine is no fault: neither an example's time nor that of making it is judged. Examples are the same each
+# time; `--hypothesis-profile=explore` looks at others.
+PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("patient", **PATIENT, derandomize=True)  # type: ignore[arg-type]
+settings.register_profile("explore", **PATIENT)  # type: ignore[arg-type]
 settings.load_profile("patient")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

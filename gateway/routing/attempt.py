@@ -75,6 +75,7 @@ class Attempt:
         self._is_handed_over = live.is_handed_over
         self._prefill: WorkerLink | None = fleet.link(prefill) if prefill is not None else None
         self._is_local = prefill is None
+        self._began_after_s = 0.0
         self._decode: WorkerLink | None = None
         self._candidates = list(decode)
         self._first: types.FirstToken | None = None
@@ -187,7 +188,7 @@ class Attempt:
 
     def _start(self) -> None:
         if self._prefill is None:
-            self._clock.mark(Mark.STARTED)
+            self._began_after_s = self._clock.since(Mark.ARRIVED)
             self._reserve_next()
             return
         self._report.prefill_worker_id = self._prefill.record.worker_id
@@ -218,7 +219,7 @@ class Attempt:
         """Ask the next candidate for blocks: at once, but the last one may let us wait for room."""
         self._decode = self._next_candidate()
         self._decode.subscribe(self.id, self._inbox)
-        self._limits.begin(Stage.FIRST_STEP if self._is_local else Stage.GRANT)
+        self._limits.begin(Stage.LOCAL_PREFILL if self._is_local else Stage.GRANT)
         reserve = commands.reserve_decode(
             self.id,
             self._decode.record,
@@ -240,7 +241,7 @@ class Attempt:
                 self._decode_was_asked = True
                 return link
         if self._is_local:
-            raise Unavailable("no prefill worker is left, and decode workers only take short prompts")
+            raise Unavailable("no decode worker takes the prompt without a prefill worker")
         raise Busy("no decode worker has room") if was_asked else WorkerLost("no decode worker is left")
 
     def _on_granted(self, granted: pb.DecodeGranted) -> list[OutputToken]:
@@ -304,7 +305,7 @@ class Attempt:
         if self._lifetime.state is not HandoffState.DECODING and not self._is_local:
             raise TransferFailed("a token came before the seal was verified")
         self._mark_token(token)
-        self._limits.end(Stage.FIRST_STEP)
+        self._limits.end(Stage.FIRST_STEP, Stage.LOCAL_PREFILL)
         self._limits.begin(Stage.TOKEN)
         self._report.num_preemptions = self._num_preempted_before + token.num_preemptions
         self._spend_credit(token)
@@ -323,6 +324,8 @@ class Attempt:
             self._report.decode_worker_id = self._decode.record.worker_id
             self._report.add_hits("local", token.num_cached_tokens)
             self._advance(HandoffState.DECODING)
+            took_s = self._clock.since(Mark.ARRIVED) - self._began_after_s
+            self._clock.mark(Mark.STARTED, max(took_s - token.queue_s, 0.0))
             for mark in (Mark.FIRST_TOKEN, Mark.GRANTED, Mark.VERIFIED):
                 self._clock.mark(mark)
         elif not self._clock.has(Mark.SECOND_TOKEN):

@@ -75,8 +75,10 @@ class Fleet:
 
     @property
     def is_ready(self) -> bool:
-        """Both tiers can be reached."""
-        return bool(self.candidates(Role.PREFILL)) and bool(self.candidates(Role.DECODE))
+        """Both tiers can be reached, or a decode worker that needs no prefill tier."""
+        decode = self.candidates(Role.DECODE)
+        has_prefill = bool(self.candidates(Role.PREFILL)) or any(c.record.is_colocated for c in decode)
+        return bool(decode) and has_prefill
 
     async def wait_ready(self) -> None:
         while not self.is_ready:

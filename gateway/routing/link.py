@@ -175,8 +175,7 @@ class WorkerLink:
         record = self.record
         if hello.worker.epoch != record.epoch:
             raise WorkerLost(f"{record.worker_id} has restarted")
-        told = (hello.worker.worker_id, hello.num_blocks, hello.context_len, hello.max_batch)
-        registered = (record.worker_id, record.num_blocks, record.context_len, record.max_batch)
+        told, registered = _sizes(hello), _sizes(convert.hello_to_proto(record))
         if told != registered:
             raise WorkerLost(f"{record.worker_id} differs from its registration: {told}, not {registered}")
         mismatch = self.record.kv_spec.mismatch(convert.kv_spec_from_proto(hello.kv_spec))
@@ -191,3 +190,8 @@ class WorkerLink:
         self._outbox.close()
         for inbox in self._inboxes.values():
             inbox.put_nowait(LinkLost(self.record, reason))
+
+
+def _sizes(hello: pb.WorkerHello) -> tuple[object, ...]:
+    sizes = (hello.num_blocks, hello.context_len, hello.max_batch, hello.max_local_tokens)
+    return hello.worker.worker_id, *sizes

@@ -30,11 +30,12 @@ class HandoffReport:
     prompt_scores: list[PromptScore] = field(default_factory=list)
 
     def add_hits(self, source: str, num_tokens: int) -> None:
-        """Of attempts that found some in that cache the first one counts."""
-        if num_tokens:
+        """Of attempts that found some the first one counts; what need not be sent is another matter than what need
+        not be computed."""
+        if source == "decode" and num_tokens:
             self.hits.setdefault(source, num_tokens)
-            if source != "decode" and not self.num_cached_tokens:
-                self.num_cached_tokens = num_tokens
+        elif num_tokens and not self.num_cached_tokens:
+            self.hits[source] = self.num_cached_tokens = num_tokens
 
     def add_scores(self, position: int, scores: list[PromptScore]) -> None:
         """Of the prompt's tokens from `position` on. What another attempt told already is dropped, and what leaves a

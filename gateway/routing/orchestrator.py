@@ -25,7 +25,7 @@ from gateway.routing.attempt import Attempt
 from gateway.routing.fleet import Fleet
 from gateway.routing.lease import Lease
 from gateway.routing.live import HandoffReport, Live
-from gateway.routing.router import Overlap, choose_prefill, rank_decode
+from gateway.routing.router import Overlap, cached_tokens, choose_prefill, rank_decode
 from gateway.timing import Mark, StageClock, StageSpan, Timing
 
 logger = logging.getLogger(__name__)
@@ -45,13 +45,16 @@ class Orchestrator:
         rows: HandoffRows,
         metrics: GatewayMetrics,
         admission: Admission | None = None,
+        max_local_tokens: int = 0,
     ) -> None:
+        """A prompt of which its decode worker lacks at most `max_local_tokens` is computed there: no handoff."""
         self.admission = admission or Admission(math.inf)
         self._fleet = fleet
         self._index = index
         self._rows = rows
         self._metrics = metrics
         self.gaps = metrics.gaps
+        self._max_local_tokens = max_local_tokens
         self.live: dict[RequestId, Live] = {}
 
     def begin(self, requests: Sequence[GenerationRequest]) -> "list[Generation]":
@@ -81,7 +84,7 @@ class Orchestrator:
         ]
         draining = self._fleet.draining
         num_live = sum(live.report.decode_worker_id not in draining for live in self.live.values())
-        prefill = self._fleet.candidates(Role.PREFILL)
+        prefill = self._fleet.candidates(Role.PREFILL) or [c for c in decode if c.record.is_colocated]
         self.admission.check(prefill, decode, num_tokens, waiting, num_live)
 
     def abort(self, request_id: str) -> bool:
@@ -109,10 +112,12 @@ class Orchestrator:
                             yield token
                     return
                 except TandemError as error:
-                    if not error.retryable or history.is_spent(live.report.num_attempts):
+                    is_refused_local = history.refuses_local(error)
+                    can_retry = error.retryable or is_refused_local
+                    if not can_retry or history.is_spent(live.report.num_attempts):
                         raise
                     self._note_retry(live, error)
-                    await asyncio.sleep(RETRY_PAUSE_S)
+                    await asyncio.sleep(0 if is_refused_local else RETRY_PAUSE_S)
         finally:
             history.give_back()
 
@@ -133,7 +138,8 @@ class Orchestrator:
 
     async def _route(self, live: Live, history: "History") -> tuple[WorkerRecord | None, list[WorkerRecord]]:
         """One prefill worker and the decode workers in order of preference, from what is known now. No prefill
-        worker: the decode worker computes the prompt, counted and reported. Raises WorkerLost without any."""
+        worker: the decode worker computes the prompt; unless that is all it is there for, counted and reported.
+        Raises WorkerLost without any."""
         request, avoid = live.request, history.avoid
         overlap = await self._overlap(live)
         num_tokens = len(request.prompt_ids) + len(history.committed)
@@ -144,10 +150,15 @@ class Orchestrator:
         decode = rank_decode(self._fleet.candidates(Role.DECODE), num_tokens, max_len, overlap, avoid)
         if not decode:
             raise WorkerLost("no decode worker is left")
-        if prefill is None:
-            live.report.causes.append("no_prefill_worker")
-            self._metrics.local_prefills.labels(cause="no_prefill_worker").inc()
-        return prefill, decode
+        num_uncached = num_tokens - cached_tokens(decode[0], num_tokens, overlap)
+        if prefill is not None and (num_uncached > self._max_local_tokens or not history.may_be_local):
+            return prefill, decode
+        history.is_local_by_choice = prefill is not None
+        if prefill is not None or not decode[0].is_colocated:
+            cause = "short_prompt" if prefill is not None else "no_prefill_worker"
+            live.report.causes.append(cause)
+            self._metrics.local_prefills.labels(cause=cause).inc()
+        return None, decode
 
     async def _overlap(self, live: Live) -> Overlap:
         """Who holds how much of the prompt: what the index says, and those who have just had all of it."""
@@ -171,6 +182,8 @@ class History:
     def __init__(self) -> None:
         self.committed: list[int] = []
         self.avoid: set[WorkerId] = set()
+        self.may_be_local = True
+        self.is_local_by_choice = False
         self._lease: Lease | None = None
         self._num_deaths = 0
 
@@ -181,6 +194,13 @@ class History:
         if lease is None or not lease.link.is_up or lease.holder.worker_id in self.avoid:
             return None
         return lease.holder
+
+    def refuses_local(self, error: TandemError) -> bool:
+        """Whether that ended an attempt without a handoff where one would have been possible: the next has one."""
+        is_refused = self.is_local_by_choice and isinstance(error, Unavailable)
+        self.may_be_local = self.may_be_local and not is_refused
+        self.is_local_by_choice = False
+        return is_refused
 
     def take(self, prefill: WorkerRecord | None) -> Lease | None:
         """The lease for an attempt at that worker; one of another worker is given back."""

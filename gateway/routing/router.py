@@ -68,8 +68,13 @@ def _fits(record: WorkerRecord, num_tokens: int) -> bool:
 
 def tokens_ahead(candidate: Candidate, num_tokens: int, overlap: Overlap) -> int:
     """What this worker computes before a prompt of `num_tokens` is done there: its queue and what is not cached."""
-    cached = min(overlap.get(candidate.record.epoch, 0) * HASH_BLOCK_TOKENS, num_tokens)
-    return num_tokens - cached + max(candidate.load.num_queued_tokens, candidate.num_pending_tokens)
+    uncached = num_tokens - cached_tokens(candidate.record, num_tokens, overlap)
+    return uncached + max(candidate.load.num_queued_tokens, candidate.num_pending_tokens)
+
+
+def cached_tokens(record: WorkerRecord, num_tokens: int, overlap: Overlap) -> int:
+    """Leading tokens of a prompt of `num_tokens` that this worker is believed to hold."""
+    return min(overlap.get(record.epoch, 0) * HASH_BLOCK_TOKENS, num_tokens)
 
 
 def _decode_cost(

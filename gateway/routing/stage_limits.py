@@ -2,6 +2,8 @@
 
 start ─QUEUE─ started ─PREFILL─ first token          granted and first token ─TRANSFER─ sealed ─VERIFY─ verified
                  └─GRANT─ granted                    verified ─FIRST_STEP─ token ─TOKEN─ token ─TOKEN─ ...
+
+reserve ─LOCAL_PREFILL─ token ─TOKEN─ ...            where the decode worker computes the prompt: queue and prefill
 """
 
 from enum import StrEnum
@@ -13,6 +15,7 @@ from core.errors import Busy, TandemError, TransferFailed, WorkerLost
 class Stage(StrEnum):
     QUEUE = "queue"
     PREFILL = "prefill"
+    LOCAL_PREFILL = "local prefill"
     GRANT = "grant"
     TRANSFER = "transfer"
     VERIFY = "verify"
@@ -33,6 +36,7 @@ TOKEN_LIMIT_S = 60.0
 _LIMITS_S = {
     Stage.QUEUE: QUEUE_LIMIT_S,
     Stage.PREFILL: PREFILL_LIMIT_S,
+    Stage.LOCAL_PREFILL: QUEUE_LIMIT_S + PREFILL_LIMIT_S,
     Stage.GRANT: GRANT_LIMIT_S,
     Stage.TRANSFER: TRANSFER_LIMIT_S,
     Stage.VERIFY: VERIFY_LIMIT_S,
@@ -52,7 +56,7 @@ class StageLimits:
     def begin(self, stage: Stage) -> None:
         """The stage's time starts, again if it had."""
         limit_s = _LIMITS_S[stage]
-        if stage is Stage.PREFILL:
+        if stage in (Stage.PREFILL, Stage.LOCAL_PREFILL):
             limit_s += PREFILL_LIMIT_S_PER_TOKEN * self._num_tokens
         self._until_s[stage] = self._clock() + limit_s
 

@@ -101,6 +101,19 @@ class Board {
         if (stamps && core >= 0 && core < MAX_CORES) stamps[core].at_ns.store(now_ns(), std::memory_order_relaxed);
     }
 
+    // The core is nobody's until somebody uses it again.
+    void lend_this_core() {
+        const int core = sched_getcpu();
+        if (stamps && core >= 0 && core < MAX_CORES) stamps[core].at_ns.store(0, std::memory_order_relaxed);
+    }
+
+    bool is_any_wanted_outside(const cpu_set_t &cores) const {
+        const int num_cores = std::min<int>(MAX_CORES, sysconf(_SC_NPROCESSORS_CONF));
+        for (int core = 0; stamps && core < num_cores; core++)
+            if (!CPU_ISSET(core, &cores) && is_wanted(core)) return true;
+        return false;
+    }
+
     bool is_wanted(int core) const {
         return stamps && core < MAX_CORES && now_ns() - stamps[core].at_ns.load(std::memory_order_relaxed) < WANTED_NS;
     }
@@ -317,3 +330,13 @@ extern "C" void crew_counts(int64_t *counts) {
     counts[0] = crew.num_helped.load();
     counts[1] = crew.num_fetched.load();
 }
+
+// Whether a pass of somebody else has used a core that is not the process's within WANTED_NS.
+extern "C" int32_t crew_others_at_work() {
+    cpu_set_t own;
+    sched_getaffinity(0, sizeof own, &own);
+    return board().is_any_wanted_outside(own);
+}
+
+// The caller's core may be borrowed at once: it does nothing for a while.
+extern "C" void crew_lend_core() { board().lend_this_core(); }

@@ -40,3 +40,14 @@ def counts() -> CrewCounts:
     values = (c_int64 * 2)()
     exported("crew_counts", (c_void_p,))(values)
     return CrewCounts(*values)
+
+
+def are_others_at_work() -> bool:
+    """Whether another worker of this user on this host computes now, on cores that are not this process's."""
+    return native() is not None and bool(exported("crew_others_at_work", (), c_int32)())
+
+
+def lend_core() -> None:
+    """Let others borrow the caller's core at once: it does nothing for a while."""
+    if native() is not None:
+        exported("crew_lend_core", ())()

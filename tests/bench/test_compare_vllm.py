@@ -6,8 +6,8 @@ import sys
 import pytest
 from rich.console import Console
 
+from bench.client import Outcome
 from bench.compare_vllm import CONCURRENCIES, TANDEMS, measure, per_token_s, ratios, show
-from bench.load import Outcome
 from bench.vllm_environment import vllm_served
 from core.errors import Unavailable
 from tandem.served import child, served

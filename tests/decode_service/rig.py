@@ -11,6 +11,7 @@ from decode_service.scheduler import (
     Reservation,
 )
 from engine.block_pool import BlockPool
+from engine.config import MAX_LOCAL_TOKENS
 from engine.engine import Engine
 from engine.hash_runner import HashRunner, expected_outputs
 from engine.messages import (
@@ -52,12 +53,19 @@ class Runner(HashRunner):
 
 
 class Rig:
-    def __init__(self, num_blocks: int = 24, token_budget: int = 32, max_batch: int = 4) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 24,
+        token_budget: int = 32,
+        max_batch: int = 4,
+        max_local_tokens: int = MAX_LOCAL_TOKENS,
+    ) -> None:
         self.clock = VirtualClock()
         self.pool = BlockPool(num_blocks)
         self.runner = Runner(num_blocks, BLOCK)
         limits = SchedulerLimits(BLOCK, token_budget, max_batch, CONTEXT)
-        self.tier = DecodeTier(Engine(Scheduler(limits, self.pool, self.clock), self.runner), "model")
+        engine = Engine(Scheduler(limits, self.pool, self.clock), self.runner)
+        self.tier = DecodeTier(engine, "model", max_local_tokens)
         self.tokens: dict[HandoffId, list[int]] = {}
 
     def do(self, *commands: AnyCommand) -> list[AnyEvent]:

@@ -8,11 +8,11 @@ from core.block_hash import hash_chain
 from core.errors import ErrorCode
 from core.grant import FirstToken
 from decode_service.scheduler import (
-    MAX_LOCAL_TOKENS,
     MAX_QUEUED_RESERVES,
     SUSPEND_LIMIT_S,
 )
 from engine.block_pool import BlockPool, BlockState
+from engine.config import MAX_LOCAL_TOKENS
 from engine.messages import (
     AbortWork,
     Activate,
@@ -375,3 +375,14 @@ def test_without_a_place_a_local_prompt_is_refused_at_once():
     rig = Rig(max_batch=1)
     rig.reserve(reserve(1, range(20)))
     assert codes(rig.do(reserve(2, range(20), is_local=True))) == {id_of(2): ErrorCode.BUSY}
+
+
+def test_who_computes_every_prompt_queues_those_that_find_no_place():
+    rig = Rig(num_blocks=40, max_batch=1, max_local_tokens=CONTEXT)
+    prompts = [reserve(number, range(number, 60 + number), 4, is_local=True) for number in range(3)]
+    for prompt in prompts:
+        rig.tokens[prompt.id] = []
+        assert rig.do(prompt) == []
+    rig.run()
+    assert [rig.tokens[prompt.id] for prompt in prompts] == [expected(prompt) for prompt in prompts]
+    assert rig.is_idle()

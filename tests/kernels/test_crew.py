@@ -92,3 +92,24 @@ def test_a_borrowed_core_that_its_owner_wants_holds_nobody_up(alone):
 
 def test_cores_that_are_its_own_are_not_borrowed(alone):
     assert draw(CORES[0], 1, [CORES[0]]) == alone
+
+
+WATCH = """
+import os, sys, time
+os.sched_setaffinity(0, [int(sys.argv[1])])
+from kernels.cpu import crew
+until_s = time.monotonic() + 60
+while not (is_seen := crew.are_others_at_work()) and time.monotonic() < until_s:
+    time.sleep(0.001)
+crew.lend_core()
+print(is_seen)
+"""
+
+
+def test_that_others_compute_is_seen_from_another_core():
+    command = [sys.executable, "-c", WATCH, str(CORES[0])]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watcher:
+        while watcher.poll() is None:
+            draw(CORES[1], 2, [CORES[0]])
+        assert watcher.stdout is not None
+        assert watcher.stdout.read() == "True\n"

@@ -13,6 +13,7 @@ PLAN = ServePlan(
     model_id=None,
     num_prefill=1,
     num_decode=2,
+    num_colocated=0,
     connector="shm",
     http="127.0.0.1:0",
     grpc="127.0.0.1:0",
@@ -25,6 +26,8 @@ PLAN = ServePlan(
     max_batch=8,
     token_budget=256,
     max_queue_s=10.0,
+    max_local_tokens=0,
+    pace=0.0,
     can_borrow=True,
 )
 
@@ -85,3 +88,26 @@ def test_the_gateway_knows_where_to_listen_and_what_to_write():
 def test_no_borrowing_on_request_nor_where_there_is_nothing_to_borrow():
     for workers in (plan_workers(replace(PLAN, can_borrow=False), range(6)), plan_workers(PLAN, [3])):
         assert all("--borrow" not in worker.command for worker in workers)
+
+
+def test_colocated_engines_share_the_cores_and_compute_any_prompt():
+    plan = replace(PLAN, num_prefill=None, num_decode=None, num_colocated=2)
+    workers = plan_workers(plan, range(4))
+    assert [worker.name for worker in workers] == ["colocated-0", "colocated-1"]
+    assert [worker.cores for worker in workers] == [(0, 1), (2, 3)]
+    assert {worker.command[3] for worker in workers} == {"decode"}
+    assert int(options(workers[0].command)["--max-local-tokens"]) > 1 << 20
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"num_colocated": 1},
+        {"num_colocated": -1, "num_prefill": None, "num_decode": None},
+        {"num_prefill": 0},
+        {"num_decode": -2},
+    ],
+)
+def test_counts_that_make_no_system_are_refused(counts):
+    with pytest.raises(ValueError, match="--colocated"):
+        replace(PLAN, **counts)

@@ -1,0 +1,260 @@
+"""`tandem bench …`: options, and a line or two over the module that does the work, imported only when it runs."""
+
+import asyncio
+import shlex
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import click
+
+from core.errors import ModelLoadError, TandemError
+from core.kv_spec import DType
+
+CONFIGURATION_MISTAKE = 2
+DTYPES = [dtype.value for dtype in DType]
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.group()
+def bench() -> None:
+    """Measure on this machine; figures compare within one run."""
+
+
+def _run(work: Coroutine[Any, Any, object]) -> None:
+    """An error is one line: status 2 for a mistake in what was asked, else 1."""
+    try:
+        asyncio.run(work)
+    except (ModelLoadError, ValueError) as error:
+        _end(error, CONFIGURATION_MISTAKE)
+    except (TandemError, OSError) as error:
+        _end(error, 1)
+
+
+def _end(error: Exception, status: int) -> None:
+    click.echo(f"tandem: {error}", err=True)
+    sys.exit(status)
+
+
+@bench.command()
+@click.option("--model", default="smollm2", show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
+@click.option("--weights", type=click.Choice(("stored", "dense")), default="stored", show_default=True)
+@click.option("--batch", default=1, show_default=True, help="Sequences of the decode step.")
+@click.option("--context", default=512, show_default=True, help="Tokens of each of them.")
+@click.option("--prompt", default=256, show_default=True, help="Tokens of the prompt.")
+@click.option("--json", "json_path", default=None, type=FILE)
+def kernels(dtype: str, weights: str, json_path: Path | None, **options: Any) -> None:
+    """Where a step's milliseconds go, and how far from this machine's limits each operation is."""
+    from bench.kernels import Plan
+    from bench.kernels import run as measure
+    from engine.config import WeightForm
+
+    try:
+        measure(Plan(dtype=DType(dtype), weights=WeightForm(weights), **options), json_path)
+    except (ModelLoadError, ValueError) as error:
+        _end(error, CONFIGURATION_MISTAKE)
+
+
+def _rates(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(rate) for rate in value.split(",") if rate)
+    except ValueError:
+        raise click.BadParameter(f"requests a second, with commas between, as 1,2.5: got {value!r}") from None
+    if any(rate <= 0 for rate in rates):
+        raise click.BadParameter(f"rates are positive: got {value!r}")
+    return rates
+
+
+def _traffic_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(
+        (
+            click.option(
+                "--requests", "num_requests", default=None, type=int, help="How many [100; all of a trace]."
+            ),
+            click.option(
+                "--trace",
+                default=None,
+                type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                help="Azure's CSV or Mooncake's JSON lines instead of synthetic traffic.",
+            ),
+            click.option(
+                "--divide", "divisor", default=1, show_default=True, help="A trace's lengths by this."
+            ),
+            click.option("--prompt", default=256, show_default=True, help="Tokens of a synthetic prompt."),
+            click.option("--output", default=64, show_default=True, help="Tokens of a synthetic answer."),
+            click.option(
+                "--spread", default=0.0, show_default=True, help="Lengths vary by this part around those."
+            ),
+            click.option(
+                "--rates",
+                default="",
+                callback=_rates,
+                help="Requests a second, a run each, as 1,2,4 [all at once, or as the trace].",
+            ),
+            click.option(
+                "--burstiness",
+                default=1.0,
+                show_default=True,
+                help="Shape of the gamma-distributed gaps: 1 is Poisson, less comes in bursts.",
+            ),
+            click.option("--seed", default=1, show_default=True),
+            click.option(
+                "--vocab-size", default=40000, show_default=True, help="Prompts are token ids below this."
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _slo_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(
+        (
+            click.option("--slo-ttft", default=None, type=float, help="Seconds to the first token."),
+            click.option(
+                "--slo-itl", default=None, type=float, help="Seconds between its tokens, on average."
+            ),
+            click.option("--slo-gap", default=None, type=float, help="Seconds of a request's longest gap."),
+            click.option("--slo-e2e", default=None, type=float, help="Seconds of a whole request."),
+            click.option(
+                "--attainment", default=0.9, show_default=True, help="Part that must meet them: goodput."
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _output_options(command: Callable[..., None]) -> Callable[..., None]:
+    command = click.option("--json", "json_path", default=None, type=FILE, help="Everything measured.")(
+        command
+    )
+    return click.option("--html", "html_path", default=None, type=FILE, help="A report with plots.")(command)
+
+
+def _asked(options: dict[str, Any]) -> Any:
+    from bench.serve import Asked
+    from bench.traffic import Lengths
+
+    lengths = Lengths(options["prompt"], options["output"], options["spread"])
+    names = ("num_requests", "trace", "divisor", "rates", "burstiness", "seed", "vocab_size")
+    return Asked(
+        lengths=lengths, concurrency=options.get("concurrency"), **{name: options[name] for name in names}
+    )
+
+
+def _slo(options: dict[str, Any]) -> Any:
+    from bench.summary import Slo
+
+    return Slo(*(options[name] for name in ("slo_ttft", "slo_itl", "slo_gap", "slo_e2e")))
+
+
+@bench.command()
+@click.option(
+    "--url", default="http://127.0.0.1:8000", show_default=True, help="Any OpenAI-compatible server."
+)
+@click.option("--model", default="", help="What it calls the model [its first one].")
+@click.option(
+    "--endpoint", type=click.Choice(("completions", "chat")), default="completions", show_default=True
+)
+@click.option("--api-key", default="none", envvar="OPENAI_API_KEY")
+@click.option(
+    "--stops-early", is_flag=True, help="Do not send ignore_eos, which OpenAI's own servers do not know."
+)
+@_traffic_options
+@click.option(
+    "--concurrency", default=None, type=int, help="A closed loop: so many at a time, whatever the rates."
+)
+@_slo_options
+@_output_options
+def serve(url: str, model: str, endpoint: str, api_key: str, stops_early: bool, **options: Any) -> None:
+    """Latencies, SLO attainment and goodput of a running server under synthetic traffic or a trace."""
+    from bench import serve as measuring
+    from bench.client import Endpoint
+
+    target = measuring.Target(url, model, Endpoint(endpoint), api_key, not stops_early)
+    asked, slo = _asked(options), _slo(options)
+    paths = options["json_path"], options["html_path"]
+    _run(measuring.run(target, asked, slo, options["attainment"], *paths))
+
+
+def _words(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(shlex.split(value))
+
+
+def _chunks(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    words = [word.strip() for word in value.split(",") if word]
+    if not all(map(str.isdecimal, words)):
+        raise click.BadParameter(f"tokens of a step, with commas between, as 64,256: got {value!r}")
+    return tuple(map(int, words))
+
+
+def _systems_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(
+        (
+            click.option("--model", default="smollm2", show_default=True),
+            click.option(
+                "--colocated", "num_colocated", default=1, show_default=True, help="Engines without tiers."
+            ),
+            click.option(
+                "--chunks", default="64,256", show_default=True, callback=_chunks, help="Their steps, tokens."
+            ),
+            click.option(
+                "--serve-options", default="", callback=_words, help="For all of ours: '--weights dense'."
+            ),
+            click.option(
+                "--tandem-options", default="", callback=_words, help="For the tandem: '--pace 0.05'."
+            ),
+            click.option(
+                "--vllm-chunks", default="", callback=_chunks, help="vLLM (CPU) as well; 0: its default."
+            ),
+            click.option("--vllm-dtype", default="bfloat16", show_default=True),
+            click.option("--url", default=None, help="Another OpenAI-compatible server, which runs already."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _systems(options: dict[str, Any]) -> list[Any]:
+    """Those that are compared, the tandem last of ours."""
+    from bench import systems
+
+    model, own = options["model"], options["serve_options"]
+    chosen = [systems.colocated(model, chunk, options["num_colocated"], own) for chunk in options["chunks"]]
+    chosen.append(systems.tandem(model, [*own, *options["tandem_options"]]))
+    chosen += [systems.vllm(model, chunk or None, options["vllm_dtype"]) for chunk in options["vllm_chunks"]]
+    return [*chosen, systems.at(options["url"])] if options["url"] else chosen
+
+
+@bench.command()
+@_systems_options
+@_traffic_options
+@_slo_options
+@_output_options
+def compare(**options: Any) -> None:
+    """Does disaggregation pay here? One process, a tandem, and perhaps others under the same traffic."""
+    from bench import compare as comparing
+
+    paths = options["json_path"], options["html_path"]
+    _run(comparing.run(_systems(options), _asked(options), _slo(options), options["attainment"], *paths))
+
+
+@bench.command()
+@_systems_options
+@click.option("--streams", "num_streams", default=4, show_default=True)
+@click.option("--output", "stream_output", default=1000, show_default=True, help="Tokens of a stream.")
+@click.option("--prompts", "num_prompts", default=6, show_default=True)
+@click.option("--prompt", "prompt_tokens", default=1500, show_default=True, help="Tokens of a long prompt.")
+@click.option("--apart", "apart_s", default=4.0, show_default=True, help="Seconds between them.")
+@click.option("--seed", default=1, show_default=True)
+@_output_options
+def interference(json_path: Path | None, html_path: Path | None, **options: Any) -> None:
+    """What long prompts do to the gaps of streams beside them, in one process, a tandem, and perhaps others."""
+    from bench import interference as measuring
+
+    names = ("num_streams", "stream_output", "num_prompts", "prompt_tokens", "apart_s", "seed")
+    scene = measuring.Scene(**{name: options[name] for name in names})
+    _run(measuring.run(_systems(options), scene, json_path, html_path))
