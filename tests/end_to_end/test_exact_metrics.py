@@ -20,6 +20,7 @@ from tests.end_to_end.samples import Samples, grown, read_samples, total
 
 AT_ONCE = 12  # no more than there are places: none is refused
 MODEL = "test"
+LOCAL_CAUSES = ("no_prefill_worker", "short_prompt")
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Shadow:
             self.num_gaps += num_tokens - 1
             self.num_kv_bytes += timing.kv_bytes
             for cause in timing.causes:
-                (self.local if cause == "no_prefill_worker" else self.retries)[cause] += 1
+                (self.local if cause in LOCAL_CAUSES else self.retries)[cause] += 1
             for name in (*STAGES, "total_s", "time_to_first_token_s"):
                 self.seconds[name] += getattr(timing, name)
 
