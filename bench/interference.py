@@ -52,8 +52,8 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Seconds. `quiet` and `beside` are the streams' gaps without and with prompts, `worst` each stream's longest with
-    them, `prompt` their times to first token."""
+    """Seconds. `quiet` and `beside` are the streams' gaps without and with prompts, `worst` each stream's longest
+    with them, `prompt` their times to first token."""
 
     quiet: Latency
     beside: Latency

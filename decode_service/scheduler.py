@@ -207,7 +207,7 @@ class DecodeTier:
         when there is no room."""
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         tokens = sequence.tokens
-        shared = pool.lookup(scheduler.full_chain(sequence, len(tokens)))
+        shared = pool.lookup(scheduler.full_chain(sequence, len(tokens))) if pool.has_prefix_cache else []
         num_fresh = scheduler.num_blocks_for(len(tokens) + 1) - len(shared)
         pool.acquire(shared)
         has_room = pool.num_available - num_fresh >= len(scheduler.running)

@@ -33,6 +33,11 @@ class BlockState(StrEnum):
 
 
 _HOLDS = (BlockState.QUARANTINED, BlockState.IN_FLIGHT, BlockState.OWNED, BlockState.LEASED)
+_BITS = 20
+_ONE = {hold: 1 << _BITS * index for index, hold in enumerate(reversed(_HOLDS))}
+_STATE = {one: hold for hold, one in _ONE.items()}
+"""A block's references are one number, a field of _BITS for each kind of hold: the highest that is not empty is its
+state. A single reference is the usual case."""
 
 
 class CacheChange(NamedTuple):
@@ -51,7 +56,7 @@ class BlockPool:
         self._enable_prefix_cache = enable_prefix_cache
         self._free = [BlockId(block) for block in reversed(range(num_blocks))]
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()
-        self._holds = {state: [0] * num_blocks for state in _HOLDS}
+        self._references = [0] * num_blocks
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._block_of: dict[BlockHash, BlockId] = {}
         self._counts = dict.fromkeys(BlockState, 0)
@@ -69,13 +74,18 @@ class BlockPool:
         return dict(self._counts)
 
     def state(self, block: BlockId) -> BlockState:
-        for hold in _HOLDS:
-            if self._holds[hold][block]:
-                return hold
+        references = self._references[block]
+        if references:
+            return _STATE.get(references) or _highest(references)
         return BlockState.CACHED if block in self._hash_of else BlockState.FREE
 
     def num_references(self, block: BlockId) -> int:
-        return sum(self._holds[hold][block] for hold in _HOLDS)
+        return sum(_num_held(self._references[block], hold) for hold in _HOLDS)
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        """Whether anything is ever found in it."""
+        return self._enable_prefix_cache
 
     def lookup(self, chain: Sequence[BlockHash]) -> list[BlockId]:
         """The blocks of the longest cached prefix of `chain`. Takes no reference: acquire() them before anything
@@ -93,9 +103,14 @@ class BlockPool:
         recently used cached blocks are evicted when free ones run out."""
         if num_blocks > self.num_available:
             return None
-        blocks = [self._take() for _ in range(num_blocks)]
+        num_free = min(num_blocks, len(self._free))
+        blocks = self._free[len(self._free) - num_free :][::-1]
+        del self._free[len(self._free) - num_free :]
+        blocks += [self._evict() for _ in range(num_blocks - num_free)]
         for block in blocks:
-            self._add(block, hold)
+            self._references[block] = _ONE[hold]
+        self._counts[BlockState.FREE] -= num_blocks
+        self._counts[hold] += num_blocks
         return blocks
 
     def acquire(self, blocks: Iterable[BlockId], hold: BlockState = BlockState.OWNED) -> None:
@@ -109,21 +124,35 @@ class BlockPool:
 
     def move(self, blocks: Iterable[BlockId], source: BlockState, target: BlockState) -> None:
         """Change the kind of one reference on each."""
+        one, other, num_moved = _ONE[source], _ONE[target], 0
         for block in blocks:
-            self._add(block, target)
-            self._drop(block, source)
+            if self._references[block] == one:
+                self._references[block] = other
+                num_moved += 1
+            else:
+                self._add(block, target)
+                self._drop(block, source)
+        self._counts[source] -= num_moved
+        self._counts[target] += num_moved
 
     def release(self, blocks: Sequence[BlockId], hold: BlockState = BlockState.OWNED) -> None:
         """Drop one reference on each. Later blocks of a sequence become evictable before earlier ones, so that a
         prefix outlives its continuations."""
+        one, num_cached, num_freed = _ONE[hold], 0, 0
         for block in reversed(blocks):
-            self._drop(block, hold)
-            if self.num_references(block):
+            if self._references[block] != one:
+                self._drop(block, hold)
                 continue
+            self._references[block] = 0
             if block in self._hash_of:
                 self._evictable[block] = None
+                num_cached += 1
             else:
                 self._free.append(block)
+                num_freed += 1
+        self._counts[hold] -= num_cached + num_freed
+        self._counts[BlockState.CACHED] += num_cached
+        self._counts[BlockState.FREE] += num_freed
 
     def register(self, block: BlockId, block_hash: BlockHash) -> None:
         """Make a full, wholly written block findable. A hash that is known keeps its first block; the duplicate
@@ -160,7 +189,8 @@ class BlockPool:
         for index in range(self.num_blocks):
             block = BlockId(index)
             actual[self.state(block)] += 1
-            exclusive = self._holds[BlockState.QUARANTINED][block] + self._holds[BlockState.IN_FLIGHT][block]
+            references = self._references[block]
+            exclusive = sum(_num_held(references, hold) for hold in _HOLDS[:2])
             assert exclusive in (0, 1), (block, exclusive)
             assert not exclusive or self.num_references(block) == 1, block
         assert actual == self._counts, (actual, self._counts)
@@ -169,9 +199,7 @@ class BlockPool:
         assert sum(actual.values()) == self.num_blocks, actual
         assert {block: hash_ for hash_, block in self._block_of.items()} == self._hash_of, "hash maps"
 
-    def _take(self) -> BlockId:
-        if self._free:
-            return self._free.pop()
+    def _evict(self) -> BlockId:
         block, _ = self._evictable.popitem(last=False)
         self._forget(block)
         return block
@@ -185,15 +213,24 @@ class BlockPool:
 
     def _add(self, block: BlockId, hold: BlockState) -> None:
         before = self.state(block)
-        self._holds[hold][block] += 1
+        self._references[block] += _ONE[hold]
         self._count(before, self.state(block))
 
     def _drop(self, block: BlockId, hold: BlockState) -> None:
+        """One of several references."""
         before = self.state(block)
-        assert self._holds[hold][block] > 0, f"block {block} is not {hold}"
-        self._holds[hold][block] -= 1
+        assert _num_held(self._references[block], hold), f"block {block} is not {hold}"
+        self._references[block] -= _ONE[hold]
         self._count(before, self.state(block))
 
     def _count(self, before: BlockState, after: BlockState) -> None:
         self._counts[before] -= 1
         self._counts[after] += 1
+
+
+def _num_held(references: int, hold: BlockState) -> int:
+    return references // _ONE[hold] % (1 << _BITS)
+
+
+def _highest(references: int) -> BlockState:
+    return next(hold for hold in _HOLDS if _num_held(references, hold))

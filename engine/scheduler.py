@@ -219,7 +219,7 @@ class Scheduler:
             if chunk := room.take(head):
                 work.append(chunk)
         work = work or self._decode(held[:1])
-        self._end_waits(work)
+        self.end_waits(work)
         return work
 
     def _decode(self, sequences: Seq[Sequence]) -> list[Work]:
@@ -257,6 +257,8 @@ class Scheduler:
 
     def register_full_blocks(self, sequence: Sequence, first_token: int = 0) -> None:
         """Make the blocks that are full up to num_computed findable, from the one holding `first_token` on."""
+        if not self.pool.has_prefix_cache:
+            return
         size = self.limits.block_size
         last = sequence.num_computed // size
         first = first_token // size
@@ -283,7 +285,8 @@ class Scheduler:
         reason = sequence.finish_reason(self.limits.context_len)
         return Progress(sequence, token, reason)
 
-    def _end_waits(self, work: Seq[Work]) -> None:
+    def end_waits(self, work: Seq[Work]) -> None:
+        """These are about to be computed."""
         now_s = self.clock()
         for sequence, _ in work:
             if sequence.waits_since_s is not None:
@@ -307,7 +310,7 @@ class Scheduler:
         was preempted leaves a free block for each running sequence: the next step would preempt it again."""
         size = self.limits.block_size
         reusable = 0 if sequence.is_scored else (len(sequence.tokens) - 1) // size
-        shared = self.pool.lookup(sequence.chain(size, reusable))
+        shared = self.pool.lookup(sequence.chain(size, reusable)) if self.pool.has_prefix_cache else []
         num_fresh = self.num_blocks_for(len(sequence.tokens)) - len(shared)
         num_spare = len(self.running) if sequence.num_preemptions else 0
         self.pool.acquire(shared)

@@ -8,12 +8,13 @@ the wait.
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+
+import numpy as np
 
 from core.clock import Clock, loop_time
 from core.errors import Busy
 from core.ids import RequestId
-from gateway.routing.router import Candidate
+from gateway.routing.worker_table import WorkerTable
 
 WINDOW_S = 10.0
 MIN_SPAN_S = 1.0
@@ -53,19 +54,19 @@ class Admission:
 
     def check(
         self,
-        prefill: Sequence[Candidate],
-        decode: Sequence[Candidate],
+        prefill: WorkerTable,
+        decode: WorkerTable,
         num_tokens: int,
-        waiting_prompts: Collection[int],
+        num_waiting_blocks: int,
         num_live: int,
     ) -> None:
         """Raises Busy, with the time after which it would be admitted, when a prompt of `num_tokens` would wait for
-        longer than max_queue_s in either tier. `waiting_prompts` are the lengths of those that have no decode blocks
-        yet, among `num_live` requests."""
+        longer than max_queue_s in either tier. `num_waiting_blocks` is what those of the `num_live` requests want
+        that have no decode blocks yet."""
         self._expire()
         for tier, wait_s in (
-            ("prefill", self.prefill_wait_s(prefill)),
-            ("decode", self.decode_wait_s(decode, num_tokens, waiting_prompts, num_live)),
+            ("prefill", self.prefill_wait_s(prefill, decode)),
+            ("decode", self.decode_wait_s(decode, num_tokens, num_waiting_blocks, num_live)),
         ):
             if wait_s > self._max_queue_s:
                 message = f"the {tier} tier is behind by {wait_s:.1f} s, more than {self._max_queue_s:g} s"
@@ -85,27 +86,36 @@ class Admission:
         """A request is over, whatever ended it: its place and blocks are free."""
         self._ends.note()
 
-    def prefill_wait_s(self, candidates: Sequence[Candidate]) -> float:
-        """Until the worker that is free first has computed what is queued; 0 while no rate is known."""
-        arriving = sum(num_tokens for _, num_tokens in self._arriving.values()) / max(len(candidates), 1)
-        return min((_queue_s(candidate, arriving) for candidate in candidates), default=0.0)
+    def prefill_wait_s(self, prefill: WorkerTable, decode: WorkerTable) -> float:
+        """Until the worker that is free first has computed what is queued; 0 while no rate is known. Without a
+        prefill tier those count that compute any prompt themselves."""
+        wait_s = self._shortest_queue_s(prefill, prefill.column("is_open") > 0)
+        if wait_s is None:
+            is_colocated = (decode.column("is_open") > 0) & (decode.column("is_colocated") > 0)
+            wait_s = self._shortest_queue_s(decode, is_colocated)
+        return wait_s or 0.0
+
+    def _shortest_queue_s(self, table: WorkerTable, of: np.ndarray) -> float | None:
+        num_workers = int(of.sum())
+        if not num_workers:
+            return None
+        arriving = sum(num_tokens for _, num_tokens in self._arriving.values()) / num_workers
+        ahead, rate = table.column("ahead")[of] + arriving, table.column("tokens_per_s")[of]
+        return float(np.min(np.divide(ahead, rate, out=np.zeros_like(ahead), where=rate > 0)))
 
     def decode_wait_s(
-        self,
-        candidates: Sequence[Candidate],
-        num_tokens: int,
-        waiting_prompts: Collection[int],
-        num_live: int,
+        self, table: WorkerTable, num_tokens: int, num_waiting_blocks: int, num_live: int
     ) -> float:
         """Until as many requests have ended as this one is beyond what the tier holds at a time. While no rate is
         known the whole tier may be filled a second time."""
-        if not candidates:
+        is_open = table.column("is_open") > 0
+        num_places, published, num_suspended = (
+            int(table.column(name)[is_open].sum()) for name in ("max_batch", "published", "suspended")
+        )
+        if not num_places:
             return 0.0
-        num_places = sum(candidate.record.max_batch for candidate in candidates)
-        num_running = sum(candidate.load.num_running + candidate.load.num_waiting for candidate in candidates)
-        num_suspended = sum(candidate.load.num_suspended for candidate in candidates)
-        num_ahead = max(num_live, num_running) - num_suspended + len(self._arriving) + 1 - num_places
-        num_ahead = max(num_ahead, self._short_of_blocks(candidates, num_tokens, waiting_prompts))
+        num_ahead = max(num_live, published) - num_suspended + len(self._arriving) + 1 - num_places
+        num_ahead = max(num_ahead, self._short_of_blocks(table, is_open, num_tokens, num_waiting_blocks))
         if num_ahead <= 0:
             return 0.0
         if per_s := self._ends.per_s:
@@ -113,25 +123,21 @@ class Admission:
         return 0.0 if num_ahead <= num_places else math.inf
 
     def _short_of_blocks(
-        self, candidates: Sequence[Candidate], num_tokens: int, waiting_prompts: Collection[int]
+        self, table: WorkerTable, is_open: np.ndarray, num_tokens: int, num_waiting_blocks: int
     ) -> int:
         """How many of the running requests must end before there are blocks for all that wait and this one."""
-        spec = candidates[0].record.kv_spec
-        needed = sum(spec.num_blocks_for(n + 1) for n in (*waiting_prompts, num_tokens))
-        free = sum(candidate.load.num_free_blocks - candidate.load.num_running for candidate in candidates)
-        total = sum(candidate.record.num_blocks for candidate in candidates)
-        num_running = sum(candidate.load.num_running for candidate in candidates)
-        if needed <= free or not num_running or not any(c.load.num_blocks for c in candidates):
+        free_blocks, running, told = (
+            int(table.column(name)[is_open].sum()) for name in ("free_blocks", "running", "told_blocks")
+        )
+        needed = num_waiting_blocks + -(-(num_tokens + 1) // table.block_size)
+        free = free_blocks - running
+        if needed <= free or not running or not told:
             return 0
-        blocks_each = max((total - free) / num_running, 1.0)
+        total = int(table.column("pool_tokens")[is_open].sum()) // table.block_size
+        blocks_each = max((total - free) / running, 1.0)
         return math.ceil((needed - free) / blocks_each)
 
     def _expire(self) -> None:
         now_s = self._clock()
         while self._arriving and next(iter(self._arriving.values()))[0] <= now_s:
             self._arriving.popitem(last=False)
-
-
-def _queue_s(candidate: Candidate, num_more_tokens: float) -> float:
-    num_tokens = max(candidate.load.num_queued_tokens, candidate.num_pending_tokens) + num_more_tokens
-    return num_tokens / candidate.load.tokens_per_s if candidate.load.tokens_per_s else 0.0

@@ -82,7 +82,7 @@ class Attempt:
         self._next_position = len(committed)
         self._num_preempted_before = live.report.num_preemptions
         self._credit = CREDIT_TOKENS
-        self._has_pending = True
+        self._pending_at: WorkerLink | None = None
         self._decode_was_asked = False
         self._lifetime = Handoff()
         self._limits = StageLimits(self._num_tokens)
@@ -195,7 +195,7 @@ class Attempt:
         self._tell_state()
         self._limits.begin(Stage.QUEUE)
         self._prefill.subscribe(self.id, self._inbox)
-        self._prefill.num_pending_tokens += self._num_tokens
+        self._pend(self._prefill)
         takes_over = self._taken_over.handoff_id.attempt if self._taken_over is not None else 0
         start = commands.start_prefill(
             self.id, self._prefill.record, self._request, self._committed, self._remaining_s, takes_over
@@ -219,6 +219,8 @@ class Attempt:
         """Ask the next candidate for blocks: at once, but the last one may let us wait for room."""
         self._decode = self._next_candidate()
         self._decode.subscribe(self.id, self._inbox)
+        if self._is_local:
+            self._pend(self._decode)
         self._limits.begin(Stage.LOCAL_PREFILL if self._is_local else Stage.GRANT)
         reserve = commands.reserve_decode(
             self.id,
@@ -259,7 +261,7 @@ class Attempt:
     def _on_first_token(self, event: pb.PrefillFirstToken) -> list[OutputToken]:
         self._clock.mark(Mark.FIRST_TOKEN)
         self._limits.end(Stage.QUEUE, Stage.PREFILL)
-        self._settle_prefill_load()
+        self._settle()
         self._first = _only(event.first_tokens)
         if self._first.finish_reason:
             self._report.decode_worker_id = ""
@@ -323,6 +325,7 @@ class Attempt:
         if self._is_local and self._lifetime.state is HandoffState.PENDING and self._decode is not None:
             self._report.decode_worker_id = self._decode.record.worker_id
             self._report.add_hits("local", token.num_cached_tokens)
+            self._settle()
             self._advance(HandoffState.DECODING)
             took_s = self._clock.since(Mark.ARRIVED) - self._began_after_s
             self._clock.mark(Mark.STARTED, max(took_s - token.queue_s, 0.0))
@@ -397,20 +400,26 @@ class Attempt:
             self._is_handed_over.set()
         self._rows.update(self.id, state.value, self._report.prefill_worker_id, self._report.decode_worker_id)
 
-    def _settle_prefill_load(self) -> None:
-        """The prompt is no longer queued there; counted once."""
-        if self._prefill is not None and self._has_pending:
-            self._has_pending = False
-            self._prefill.num_pending_tokens -= self._num_tokens
+    def _pend(self, link: WorkerLink) -> None:
+        """The prompt is to be computed there, and counts until it is."""
+        self._pending_at = link
+        link.row.pend_tokens(self._num_tokens)
+
+    def _settle(self, link: WorkerLink | None = None) -> None:
+        """It does not count any more, there or (None) wherever it did."""
+        if self._pending_at is not None and link in (None, self._pending_at):
+            self._pending_at.row.pend_tokens(-self._num_tokens)
+            self._pending_at = None
 
     def _leave_prefill(self) -> None:
-        self._settle_prefill_load()
+        self._settle(self._prefill)
         if self._prefill is not None:
             self._prefill.unsubscribe(self.id)
             self._prefill = None
 
     def _leave_decode(self) -> None:
         if self._decode is not None:
+            self._settle(self._decode)
             self._decode.unsubscribe(self.id)
             self._decode = None
 

@@ -10,7 +10,7 @@ from cluster.registry import Registry
 from core.ids import Epoch, WorkerId, new_request_id
 from core.worker import Role, WorkerRecord
 from gateway.routing.link import RECONNECT_S, OpenSession, WorkerLink, open_grpc_session
-from gateway.routing.router import Candidate
+from gateway.routing.worker_table import WorkerRow, WorkerTable
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
@@ -34,6 +34,7 @@ class Fleet:
         self._open_session = open_session
         self._reference: WorkerRecord | None = None
         self.gateway_id = f"gateway-{new_request_id()[:8]}"
+        self.tables = {role: WorkerTable() for role in Role}
         self._links: dict[WorkerKey, WorkerLink] = {}
         self._tasks: dict[WorkerKey, asyncio.Task[None]] = {}
         self._registered: set[WorkerKey] = set()
@@ -45,23 +46,16 @@ class Fleet:
         return list(self._links.values())
 
     def link(self, record: WorkerRecord) -> WorkerLink:
-        """The link to a worker that candidates() has just named."""
+        """The link to a worker that a table has just named."""
         return self._links[record.key]
 
     def find(self, record: WorkerRecord) -> WorkerLink | None:
         """The same for one that may have gone since."""
         return self._links.get(record.key)
 
-    def candidates(self, role: Role) -> list[Candidate]:
+    def candidates(self, role: Role) -> list[WorkerRow]:
         """The workers of a tier whose session is up, but for those that want nothing new."""
-        return [
-            Candidate(link.record, link.load, link.num_pending_tokens, link.num_open)
-            for link in self._links.values()
-            if link.is_up
-            and link.record.role is role
-            and not link.load.is_draining
-            and self._fits(link.record)
-        ]
+        return [row for row in self.tables[role].rows if row.is_open]
 
     @property
     def draining(self) -> set[WorkerId]:
@@ -109,7 +103,8 @@ class Fleet:
         self._registered = set(usable)
         for key, record in usable.items():
             if key not in self._links:
-                self._links[key] = WorkerLink(record, self.gateway_id, self._open_session)
+                row = self.tables[record.role].add(record)
+                self._links[key] = WorkerLink(row, self.gateway_id, self._open_session)
                 self._tasks[key] = asyncio.create_task(self._keep(key))
 
     def _is_usable(self, record: WorkerRecord) -> bool:
@@ -145,8 +140,9 @@ class Fleet:
                 break
             pause_s = RECONNECT_S if link.was_up else min(2 * pause_s, MAX_RECONNECT_S)
             await asyncio.sleep(pause_s)
-            self._links[key] = WorkerLink(link.record, self.gateway_id, self._open_session)
-        del self._links[key]
+            self._links[key] = WorkerLink(link.row, self.gateway_id, self._open_session)
+        link = self._links.pop(key)
+        self.tables[link.record.role].remove(link.row)
         self._tasks.pop(key, None)
         if not self._links:
             self._reference = None
@@ -165,5 +161,8 @@ class Fleet:
 
     async def _notice(self, link: WorkerLink) -> None:
         await link.up.wait()
-        self._reference = self._reference or link.record
+        if self._reference is None:
+            self._reference = link.record
+            for other in self._links.values():
+                other.row.set_fitting(self._fits(other.record))
         self._changed.set()

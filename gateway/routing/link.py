@@ -14,6 +14,7 @@ from core.errors import TandemError, WorkerLost
 from core.ids import HandoffId
 from core.load import Load
 from core.worker import Role, WorkerRecord
+from gateway.routing.worker_table import WorkerRow
 from proto import convert, session_pb2_grpc
 from proto import session_pb2 as pb
 
@@ -95,16 +96,16 @@ class WorkerLink:
     """One session with one incarnation of one worker. `run()` ends when the session does; the owner opens another."""
 
     def __init__(
-        self, record: WorkerRecord, gateway_id: str, open_session: OpenSession = open_grpc_session
+        self, row: WorkerRow, gateway_id: str, open_session: OpenSession = open_grpc_session
     ) -> None:
-        self.record = record
-        self.load = Load()
+        """`row` is where routing reads of this worker: kept true here."""
+        self.record = row.record
+        self.row = row
         self.up = asyncio.Event()
         self.was_up = False
-        self.num_pending_tokens = 0
         self._gateway_id = gateway_id
         self._open_session = open_session
-        self._dialect = _DIALECTS[record.role]
+        self._dialect = _DIALECTS[row.record.role]
         self._outbox: Outbox[Any] = Outbox()
         self._inboxes: dict[HandoffId, Inbox] = {}
 
@@ -114,6 +115,11 @@ class WorkerLink:
         return self.up.is_set()
 
     @property
+    def load(self) -> Load:
+        """As it was published last."""
+        return self.row.load
+
+    @property
     def num_open(self) -> int:
         """Handoffs of this gateway on that worker."""
         return len(self._inboxes)
@@ -121,11 +127,13 @@ class WorkerLink:
     def subscribe(self, handoff_id: HandoffId, inbox: Inbox) -> None:
         """From now on every event of the handoff goes to `inbox`, in order, until unsubscribe()."""
         self._inboxes[handoff_id] = inbox
+        self.row.pend_sequences(1)
         if not self.is_up:
             inbox.put_nowait(LinkLost(self.record, "the session is down"))
 
     def unsubscribe(self, handoff_id: HandoffId) -> None:
-        self._inboxes.pop(handoff_id, None)
+        if self._inboxes.pop(handoff_id, None) is not None:
+            self.row.pend_sequences(-1)
 
     def send(self, command: SessionCommand) -> None:
         """Queue a command; dropped when the session is down (whoever waits for its answer gets LinkLost)."""
@@ -149,7 +157,7 @@ class WorkerLink:
         self._outbox.put(self._dialect.hello(hello))
         async for message in heard_within(events):
             if message.HasField("load"):
-                self.load = convert.load_from_proto(message.load)
+                self.row.publish(convert.load_from_proto(message.load))
             for event in message.events:
                 self._on_event(event)
 
@@ -182,11 +190,13 @@ class WorkerLink:
         if mismatch is not None:
             raise WorkerLost(f"{self.record.worker_id} differs from its registration: {mismatch}")
         self.up.set()
+        self.row.set_up(True)
         self.was_up = True
         logger.info("session with %s open", self.record.worker_id)
 
     def _end(self, reason: str) -> None:
         self.up.clear()
+        self.row.set_up(False)
         self._outbox.close()
         for inbox in self._inboxes.values():
             inbox.put_nowait(LinkLost(self.record, reason))

@@ -72,20 +72,22 @@ class Orchestrator:
 
     def check_room(self, num_tokens: int = 1, num_choices: int = 1) -> None:
         """Whether prompts of at least that many tokens would be admitted now. Raises Unavailable or Busy."""
-        decode = self._fleet.candidates(Role.DECODE)
-        if not decode:
+        tables = self._fleet.tables
+        if not tables[Role.DECODE].num_open:
             raise Unavailable("no decode worker is connected")
         if len(self.live) + num_choices > MAX_LIVE_REQUESTS:
             raise Busy(f"{MAX_LIVE_REQUESTS} requests are running")
-        waiting = [
-            len(live.request.prompt_ids)
+        block_size = tables[Role.DECODE].block_size
+        num_waiting_blocks = sum(
+            len(live.request.prompt_ids) // block_size + 1
             for live in self.live.values()
             if live.report.state is HandoffState.PENDING
-        ]
+        )
         draining = self._fleet.draining
         num_live = sum(live.report.decode_worker_id not in draining for live in self.live.values())
-        prefill = self._fleet.candidates(Role.PREFILL) or [c for c in decode if c.record.is_colocated]
-        self.admission.check(prefill, decode, num_tokens, waiting, num_live)
+        self.admission.check(
+            tables[Role.PREFILL], tables[Role.DECODE], num_tokens, num_waiting_blocks, num_live
+        )
 
     def abort(self, request_id: str) -> bool:
         """End a request, all its choices, by its own id or its client's. False when no such request runs here."""
@@ -140,14 +142,14 @@ class Orchestrator:
         """One prefill worker and the decode workers in order of preference, from what is known now. No prefill
         worker: the decode worker computes the prompt; unless that is all it is there for, counted and reported.
         Raises WorkerLost without any."""
-        request, avoid = live.request, history.avoid
+        request, avoid, tables = live.request, history.avoid, self._fleet.tables
         overlap = await self._overlap(live)
         num_tokens = len(request.prompt_ids) + len(history.committed)
-        prefill = history.holder or choose_prefill(
-            self._fleet.candidates(Role.PREFILL), num_tokens, overlap, avoid
-        )
         max_len = len(request.prompt_ids) + request.params.max_tokens
-        decode = rank_decode(self._fleet.candidates(Role.DECODE), num_tokens, max_len, overlap, avoid)
+        prefill = history.holder or choose_prefill(tables[Role.PREFILL], num_tokens, overlap, avoid)
+        decode = rank_decode(
+            tables[Role.DECODE], num_tokens, max_len, overlap, avoid, is_local=prefill is None
+        )
         if not decode:
             raise WorkerLost("no decode worker is left")
         num_uncached = num_tokens - cached_tokens(decode[0], num_tokens, overlap)

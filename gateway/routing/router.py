@@ -1,75 +1,80 @@
 """Which workers serve a request. Pure decisions over what is known now: no I/O, no torch; the simulator runs them.
 
 Prefill: the fewest tokens to compute before this prompt is done (its own uncached ones and those queued).
-Decode: prefix overlap, room in the batch and free blocks, in that order of weight.
+Decode: prefix overlap, room in the batch and free blocks, in that order of weight. A worker that computes the prompt
+itself: as for prefill, and few sequences whose tokens come between.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+
+import numpy as np
 
 from core.block_hash import HASH_BLOCK_TOKENS
 from core.ids import Epoch, WorkerId
-from core.load import Load
 from core.worker import WorkerRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A live worker as the gateway sees it. `num_pending_tokens` and `num_pending` count what this gateway sent it
-    and its published load may not show yet."""
-
-    record: WorkerRecord
-    load: Load
-    num_pending_tokens: int = 0
-    num_pending: int = 0
-
+from gateway.routing.worker_table import Column, WorkerTable
 
 Overlap = Mapping[Epoch, int]
 """Leading hash blocks of the prompt that a worker is believed to hold."""
 
-
 NOBODY: Collection[WorkerId] = frozenset()
+MAX_DECODE = 8
+"""Decode workers that one attempt asks at most."""
+
+FULL, AVOIDED = 1.0, 2.0
+"""Costs are below 1: taken when there is nobody else, and last of all."""
+
+SEQUENCE_TOKENS = 32
+"""A running sequence holds up a prompt on the same worker like so many of its tokens."""
+
+TYPICAL_TOKENS = 4096.0
+FAR, PREFILL_NAME_TIE = 1e12, 1e-6
+FREE_TIE, NAME_TIE = 1e-7, 1e-12
+"""Of equal costs the one with the larger free part of its pool, then by name."""
 
 
 def choose_prefill(
-    candidates: Sequence[Candidate],
-    num_tokens: int,
-    overlap: Overlap,
-    avoid: Collection[WorkerId] = NOBODY,
+    table: WorkerTable, num_tokens: int, overlap: Overlap, avoid: Collection[WorkerId] = NOBODY
 ) -> WorkerRecord | None:
     """The prefill worker that would finish `num_tokens` first, one of `avoid` only if there is no other; None when no
     pool is large enough."""
-
-    def cost(candidate: Candidate) -> tuple[bool, int, WorkerId]:
-        worker_id = candidate.record.worker_id
-        return worker_id in avoid, tokens_ahead(candidate, num_tokens, overlap), worker_id
-
-    best = min((c for c in candidates if _fits(c.record, num_tokens)), key=cost, default=None)
-    return best.record if best is not None else None
+    if not table.rows:
+        return None
+    cost = table.column("ahead") + PREFILL_NAME_TIE * table.column("order")
+    _credit(cost, table, num_tokens, overlap, 1.0)
+    _avoid(cost, table, avoid, FAR)
+    cost[~_fits(table, num_tokens)] = np.inf
+    best = int(cost.argmin())
+    return table.rows[best].record if cost[best] < np.inf else None
 
 
 def rank_decode(
-    candidates: Sequence[Candidate],
+    table: WorkerTable,
     num_tokens: int,
     max_len: int,
     overlap: Overlap,
     avoid: Collection[WorkerId] = NOBODY,
+    is_local: bool = False,
 ) -> list[WorkerRecord]:
-    """Decode workers for a prompt of `num_tokens`, the best first, those of `avoid` last; only those whose pool holds
-    `max_len` tokens, what it may become."""
-    fitting = [c for c in candidates if _fits(c.record, max_len)]
-    fitting.sort(key=lambda c: (c.record.worker_id in avoid, _decode_cost(c, num_tokens, overlap)))
-    return [c.record for c in fitting]
-
-
-def _fits(record: WorkerRecord, num_tokens: int) -> bool:
-    return record.kv_spec.num_blocks_for(num_tokens) <= record.num_blocks
-
-
-def tokens_ahead(candidate: Candidate, num_tokens: int, overlap: Overlap) -> int:
-    """What this worker computes before a prompt of `num_tokens` is done there: its queue and what is not cached."""
-    uncached = num_tokens - cached_tokens(candidate.record, num_tokens, overlap)
-    return uncached + max(candidate.load.num_queued_tokens, candidate.num_pending_tokens)
+    """Decode workers for a prompt of `num_tokens`, the best first, those of `avoid` last, MAX_DECODE at most; only
+    those whose pool holds `max_len` tokens, what it may become. `is_local`: it is to be computed there."""
+    if not table.rows:
+        return []
+    sequences, free = table.column("sequences"), table.column("free_blocks")
+    if is_local:
+        cost = (table.column("ahead") + SEQUENCE_TOKENS * sequences + num_tokens) / TYPICAL_TOKENS
+        _credit(cost, table, num_tokens, overlap, 1.0 / TYPICAL_TOKENS)
+    else:
+        cost = sequences / table.column("max_batch") + 0.5
+        _credit(cost, table, num_tokens, overlap, 0.5 / num_tokens)
+    cost = cost / (1.0 + cost)
+    num_blocks = -(-(num_tokens + 1) // table.block_size)
+    is_full = (sequences >= table.column("max_batch")) | (free < num_blocks)
+    cost += FULL * is_full - FREE_TIE * table.block_size * free / table.column("pool_tokens")
+    cost += NAME_TIE * table.column("order")
+    _avoid(cost, table, avoid, AVOIDED)
+    fitting = np.flatnonzero(_fits(table, max_len))
+    return [table.rows[slot].record for slot in _least(fitting, cost[fitting], MAX_DECODE)]
 
 
 def cached_tokens(record: WorkerRecord, num_tokens: int, overlap: Overlap) -> int:
@@ -77,13 +82,28 @@ def cached_tokens(record: WorkerRecord, num_tokens: int, overlap: Overlap) -> in
     return min(overlap.get(record.epoch, 0) * HASH_BLOCK_TOKENS, num_tokens)
 
 
-def _decode_cost(
-    candidate: Candidate, num_tokens: int, overlap: Overlap
-) -> tuple[bool, float, int, WorkerId]:
-    """Full batches and full pools last; then by how full the batch is, less what need not be sent."""
-    record, load = candidate.record, candidate.load
-    num_sequences = max(load.num_running + load.num_waiting, candidate.num_pending) - load.num_suspended
-    needs_blocks = record.kv_spec.num_blocks_for(num_tokens + 1)
-    is_full = num_sequences >= record.max_batch or load.num_free_blocks < needs_blocks
-    cached = overlap.get(record.epoch, 0) * HASH_BLOCK_TOKENS / max(num_tokens, 1)
-    return is_full, num_sequences / record.max_batch - 0.5 * cached, -load.num_free_blocks, record.worker_id
+def _fits(table: WorkerTable, num_tokens: int) -> np.ndarray:
+    return (table.column("is_open") > 0) & (table.column("pool_tokens") >= num_tokens)
+
+
+def _credit(cost: Column, table: WorkerTable, num_tokens: int, overlap: Overlap, weight: float) -> None:
+    """Those that hold some of the prompt cost less by that."""
+    for epoch in overlap:
+        row = table.by_epoch.get(epoch)
+        if row is not None and row.slot is not None:
+            cost[row.slot] -= weight * cached_tokens(row.record, num_tokens, overlap)
+
+
+def _avoid(cost: Column, table: WorkerTable, avoid: Collection[WorkerId], penalty: float) -> None:
+    if avoid:
+        for row in table.rows:
+            if row.record.worker_id in avoid and row.slot is not None:
+                cost[row.slot] += penalty
+
+
+def _least(slots: np.ndarray, cost: Column, count: int) -> list[int]:
+    """The `count` of `slots` that cost least, in that order."""
+    if len(slots) > count:
+        nearest = np.argpartition(cost, count)[:count]
+        slots, cost = slots[nearest], cost[nearest]
+    return [int(slot) for slot in slots[np.argsort(cost)]]

@@ -177,7 +177,7 @@ class ClusterUnderHarm(RuleBasedStateMachine):
                 assert not task.done(), f"{name}: {task!r}"
         for link in self.cluster.fleet.links:
             assert link.num_open == 0
-            assert link.num_pending_tokens == 0
+            assert link.row.num_pending_tokens == 0
 
     async def _wait_all(self) -> list[object]:
         async with asyncio.timeout(SETTLE_S):

@@ -2,9 +2,9 @@
 at a time, so that they queue, share batches and wait for grants.
 
 The gateway's clock begins when a request has come and stops before its last chunk leaves; so the clients' say more by
-the way there and back, and by what everybody waits for a core meanwhile. What that was is measured by a call that does
-nothing, begun with each request. Beyond it the clocks agree within 3 %: in the sum over all requests, since what holds
-a single one up is this machine's affair.
+the way there and back, and by what everybody waits for a core meanwhile. What that was is measured by a call that
+does nothing, begun with each request. Beyond it the clocks agree within 3 %: in the sum over all requests, since what
+holds a single one up is this machine's affair.
 """
 
 import asyncio

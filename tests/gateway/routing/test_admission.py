@@ -1,5 +1,6 @@
 """Who is let in, from what is known of both tiers' queues, and when the others may come again."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,7 @@ from core.errors import Busy
 from core.ids import RequestId
 from core.load import Load
 from gateway.routing.admission import ARRIVAL_S, Admission
-from gateway.routing.router import Candidate
-from tests.gateway.routing.test_router import EMPTY, candidate
+from tests.gateway.routing.tables import EMPTY, SPEC, Known, known, table_of
 
 FAST = replace(EMPTY, tokens_per_s=1000.0)
 
@@ -22,19 +22,31 @@ def admission(max_queue_s: float = 2.0) -> tuple[Admission, VirtualClock]:
     return Admission(max_queue_s, clock), clock
 
 
-def prefill(num_queued: int, rate: float = 1000.0) -> Candidate:
-    return candidate("p", replace(EMPTY, num_queued_tokens=num_queued, tokens_per_s=rate))
+def prefill(num_queued: int, rate: float = 1000.0) -> Known:
+    return known("p", replace(EMPTY, num_queued_tokens=num_queued, tokens_per_s=rate))
 
 
-def refusal(made: Admission, prefill: list[Candidate], decode: list[Candidate], **state: object) -> Busy:
+def check(
+    made: Admission,
+    prefill: list[Known],
+    decode: list[Known],
+    num_tokens: int = 10,
+    waiting_prompts: Sequence[int] = (),
+    num_live: int = 0,
+) -> None:
+    num_waiting_blocks = sum(SPEC.num_blocks_for(length + 1) for length in waiting_prompts)
+    made.check(table_of(prefill), table_of(decode), num_tokens, num_waiting_blocks, num_live)
+
+
+def refusal(made: Admission, prefill: list[Known], decode: list[Known], **state: object) -> Busy:
     with pytest.raises(Busy) as caught:
-        made.check(prefill, decode, **{"num_tokens": 10, "waiting_prompts": [], "num_live": 0, **state})
+        check(made, prefill, decode, **state)
     return caught.value
 
 
-def admits(made: Admission, prefill: list[Candidate], decode: list[Candidate], **state: object) -> bool:
+def admits(made: Admission, prefill: list[Known], decode: list[Known], **state: object) -> bool:
     try:
-        made.check(prefill, decode, **{"num_tokens": 10, "waiting_prompts": [], "num_live": 0, **state})
+        check(made, prefill, decode, **state)
     except Busy:
         return False
     return True
@@ -42,40 +54,48 @@ def admits(made: Admission, prefill: list[Candidate], decode: list[Candidate], *
 
 def test_a_prompt_that_would_wait_too_long_is_refused_with_the_time_that_is_missing():
     made, _ = admission()
-    assert admits(made, [prefill(2000)], [candidate("d")])
-    error = refusal(made, [prefill(5500)], [candidate("d")])
+    assert admits(made, [prefill(2000)], [known("d")])
+    error = refusal(made, [prefill(5500)], [known("d")])
     assert error.retry_after_s == 4
     assert "prefill tier is behind by 5.5 s" in str(error)
 
 
 def test_the_prefill_worker_that_is_free_first_counts():
     made, _ = admission()
-    assert admits(made, [prefill(9000), prefill(100)], [candidate("d")])
+    assert admits(made, [prefill(9000), prefill(100)], [known("d")])
 
 
 def test_without_a_measured_rate_or_a_prefill_worker_nobody_is_refused():
     made, _ = admission()
-    assert admits(made, [prefill(10**6, rate=0.0)], [candidate("d")])
-    assert admits(made, [], [candidate("d")])
+    assert admits(made, [prefill(10**6, rate=0.0)], [known("d")])
+    assert admits(made, [], [known("d")])
+
+
+def test_without_a_prefill_tier_those_count_that_compute_any_prompt():
+    made, _ = admission()
+    busy = replace(EMPTY, num_queued_tokens=5000, tokens_per_s=1000.0)
+    assert admits(made, [], [known("d", busy)])
+    assert not admits(made, [], [known("d", busy, max_local_tokens=4096)])
+    assert admits(made, [], [known("d", busy, max_local_tokens=4096), known("e", max_local_tokens=4096)])
 
 
 def test_a_burst_counts_before_the_workers_know_of_it():
     made, clock = admission()
     for number in range(3):
-        assert admits(made, [prefill(0)], [candidate("d")])
+        assert admits(made, [prefill(0)], [known("d")])
         made.arriving(RequestId(str(number)), 1000)
-    assert not admits(made, [prefill(0)], [candidate("d")])
+    assert not admits(made, [prefill(0)], [known("d")])
     made.arrived(RequestId("0"))
-    assert admits(made, [prefill(0)], [candidate("d")])
+    assert admits(made, [prefill(0)], [known("d")])
     made.arriving(RequestId("never asked for"), 10**6)
-    assert not admits(made, [prefill(0)], [candidate("d")])
+    assert not admits(made, [prefill(0)], [known("d")])
     clock.advance(ARRIVAL_S)
-    assert admits(made, [prefill(0)], [candidate("d")])
+    assert admits(made, [prefill(0)], [known("d")])
 
 
 def test_requests_beyond_the_batch_places_wait_for_as_many_ends():
     made, clock = admission()
-    decode = [candidate("d", FAST, max_batch=8)]
+    decode = [known("d", FAST, max_batch=8)]
     for _ in range(20):
         clock.advance(0.5)
         made.ended()
@@ -90,28 +110,28 @@ def test_what_other_gateways_run_counts_too():
     made, clock = admission()
     made.ended()
     clock.advance(1)
-    full = [candidate("d", replace(FAST, num_running=8, num_waiting=3), max_batch=8)]
+    full = [known("d", replace(FAST, num_running=8, num_waiting=3), max_batch=8)]
     assert not admits(made, [], full)
 
 
 def test_those_whose_readers_take_nothing_are_before_nobody():
     made, _ = admission()
     full = replace(FAST, num_running=8, num_waiting=8)
-    assert not admits(made, [], [candidate("d", full, max_batch=8)], num_live=16)
-    suspended = candidate("d", replace(full, num_suspended=16), max_batch=8)
+    assert not admits(made, [], [known("d", full, max_batch=8)], num_live=16)
+    suspended = known("d", replace(full, num_suspended=16), max_batch=8)
     assert admits(made, [], [suspended], num_live=16)
 
 
 def test_while_no_end_was_seen_a_tier_may_be_filled_twice():
     made, _ = admission()
-    decode = [candidate("d", FAST, max_batch=8)]
+    decode = [known("d", FAST, max_batch=8)]
     assert admits(made, [], decode, num_live=15)
     assert not admits(made, [], decode, num_live=16)
 
 
 def test_the_first_ends_of_a_burst_are_no_rate_yet():
     made, clock = admission()
-    decode = [candidate("d", FAST, max_batch=8)]
+    decode = [known("d", FAST, max_batch=8)]
     for _ in range(2):
         clock.advance(0.1)
         made.ended()
@@ -124,7 +144,7 @@ def test_prompts_that_wait_for_blocks_count_as_what_they_need():
     made, clock = admission()
     made.ended()
     clock.advance(1)
-    busy = [candidate("d", replace(FAST, num_free_blocks=24, num_running=4), max_batch=64)]
+    busy = [known("d", replace(FAST, num_free_blocks=24, num_running=4), max_batch=64)]
     assert admits(made, [], busy, waiting_prompts=[100, 100], num_live=6)
     assert not admits(made, [], busy, waiting_prompts=[300, 300, 300], num_live=7)
 
@@ -153,8 +173,8 @@ def test_more_work_never_opens_the_door(prefills, decodes, waiting, num_live, nu
     for _ in range(num_ends):
         clock.advance(0.3)
         made.ended()
-    ps = [candidate(f"p{index}", load) for index, load in enumerate(prefills)]
-    ds = [candidate(f"d{index}", load) for index, load in enumerate(decodes)]
+    ps = [known(f"p{index}", load) for index, load in enumerate(prefills)]
+    ds = [known(f"d{index}", load) for index, load in enumerate(decodes)]
     before = admits(made, ps, ds, waiting_prompts=waiting, num_live=num_live)
     busier = [replace(c, load=replace(c.load, num_queued_tokens=c.load.num_queued_tokens + more)) for c in ps]
     assert admits(made, busier, ds, waiting_prompts=waiting, num_live=num_live) <= before

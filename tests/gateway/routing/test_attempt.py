@@ -157,7 +157,7 @@ async def test_the_usual_way(rig):
     run = begin(rig)
     start = await rig.prefill[0].take("start")
     assert (tuple(start.prompt_ids), start.worker.worker_id) == (PROMPT, "p0")
-    assert rig.fleet.link(rig.prefill[0].record).num_pending_tokens == 40
+    assert rig.fleet.link(rig.prefill[0].record).row.num_pending_tokens == 40
     run.emit_started()
     reserve = await rig.decode[0].take("reserve")
     assert (reserve.wait_s, reserve.credit, reserve.is_local) == (0.0, CREDIT_TOKENS, False)
@@ -165,7 +165,7 @@ async def test_the_usual_way(rig):
     assert (await rig.prefill[0].take("grant")).grant.mac == b"opaque"
     run.emit_first()
     assert await run.until(1) == [7]
-    assert rig.fleet.link(rig.prefill[0].record).num_pending_tokens == 0
+    assert rig.fleet.link(rig.prefill[0].record).row.num_pending_tokens == 0
     run.emit_sealed()
     run.emit_verified()
     await rig.prefill[0].take("release")
@@ -355,7 +355,7 @@ async def test_a_continuation_begins_after_what_is_committed(rig):
     run = begin(rig, committed=(1, 2, 3))
     start = await rig.prefill[0].take("start")
     assert list(start.output_ids) == [1, 2, 3]
-    assert rig.fleet.link(rig.prefill[0].record).num_pending_tokens == 43
+    assert rig.fleet.link(rig.prefill[0].record).row.num_pending_tokens == 43
     run.emit_started(num_output_ids=3)
     assert list((await rig.decode[0].take("reserve")).output_ids) == [1, 2, 3]
     run.emit_granted()

@@ -25,6 +25,7 @@ from core.worker import Role, WorkerRecord
 from gateway.front import grpc_server
 from gateway.routing.fleet import Fleet
 from gateway.routing.link import FromWorker, Inbox, LinkLost, WorkerLink
+from gateway.routing.worker_table import WorkerTable
 from proto import convert, session_pb2_grpc
 from proto import session_pb2 as pb
 
@@ -102,7 +103,7 @@ async def eventually(holds: Callable[[], bool]) -> None:
 
 async def test_a_link_greets_sends_and_hands_each_event_to_whoever_waits_for_it():
     async with worker() as (double, record, _):
-        link = WorkerLink(record, "gateway-1")
+        link = WorkerLink(WorkerTable().add(record), "gateway-1")
         running = asyncio.create_task(link.run())
         await bounded(link.up.wait())
         inboxes: list[Inbox] = [asyncio.Queue(), asyncio.Queue()]
@@ -127,7 +128,7 @@ async def test_a_link_greets_sends_and_hands_each_event_to_whoever_waits_for_it(
 
 async def test_the_end_of_a_session_is_told_to_every_handoff_once():
     async with worker() as (_, record, server):
-        link = WorkerLink(record, "g")
+        link = WorkerLink(WorkerTable().add(record), "g")
         running = asyncio.create_task(link.run())
         await bounded(link.up.wait())
         inbox: Inbox = asyncio.Queue()
@@ -155,7 +156,7 @@ async def test_the_end_of_a_session_is_told_to_every_handoff_once():
 async def test_whoever_else_answers_at_that_address_is_no_session(change, why):
     async with worker() as (double, record, _):
         change(double.hello)
-        link = WorkerLink(record, "g")
+        link = WorkerLink(WorkerTable().add(record), "g")
         assert why in await bounded(link.run())
         assert not link.was_up
 
@@ -163,7 +164,7 @@ async def test_whoever_else_answers_at_that_address_is_no_session(change, why):
 async def test_nobody_at_the_address_is_an_end_too():
     async with worker() as (_, record, server):
         await server.stop(0)
-        assert "UNAVAILABLE" in await bounded(WorkerLink(record, "g").run())
+        assert "UNAVAILABLE" in await bounded(WorkerLink(WorkerTable().add(record), "g").run())
 
 
 @asynccontextmanager
@@ -264,7 +265,7 @@ async def test_a_command_as_large_as_a_request_may_be_crosses_the_session():
     reserve = pb.DecodeReserve(prompt_ids=[2**31] * 3_500_000)
     assert reserve.ByteSize() > grpc_server.MAX_MESSAGE_BYTES
     async with worker() as (double, record, _):
-        link = WorkerLink(record, "g")
+        link = WorkerLink(WorkerTable().add(record), "g")
         running = asyncio.create_task(link.run())
         await bounded(link.up.wait())
         link.send(pb.DecodeCommand(reserve=reserve))

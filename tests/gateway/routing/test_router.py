@@ -6,75 +6,63 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.ids import Epoch, WorkerId
-from core.kv_spec import DType, KVSpec
 from core.load import Load
-from core.worker import Role, WorkerRecord
-from gateway.routing.router import Candidate, choose_prefill, rank_decode
-
-SPEC = KVSpec(2, 2, 16, 16, DType.FLOAT32, "m")
-EMPTY = Load(num_blocks=64, num_free_blocks=64)
-
-
-def candidate(
-    name: str, load: Load = EMPTY, num_blocks: int = 64, max_batch: int = 8, **pending: int
-) -> Candidate:
-    epoch = Epoch(sum(name.encode()))
-    record = WorkerRecord(
-        WorkerId(name), epoch, Role.DECODE, "host:1", "m", SPEC, 4096, 300, num_blocks, max_batch
-    )
-    return Candidate(record, load, **pending)
+from core.worker import WorkerRecord
+from gateway.routing.router import MAX_DECODE, choose_prefill, rank_decode
+from tests.gateway.routing.tables import EMPTY, SPEC, Known, known, table_of
 
 
 def names(records: list[WorkerRecord]) -> list[str]:
     return [record.worker_id for record in records]
 
 
-def prefill(candidates: list[Candidate], num_tokens: int = 100, **overlap: int) -> str | None:
-    record = choose_prefill(candidates, num_tokens, _by_epoch(candidates, overlap))
+def prefill(workers: list[Known], num_tokens: int = 100, **overlap: int) -> str | None:
+    record = choose_prefill(table_of(workers), num_tokens, _by_epoch(workers, overlap))
     return record.worker_id if record is not None else None
 
 
 def decode(
-    candidates: list[Candidate], num_tokens: int = 100, max_len: int = 200, **overlap: int
+    workers: list[Known], num_tokens: int = 100, max_len: int = 200, is_local: bool = False, **overlap: int
 ) -> list[str]:
-    return names(rank_decode(candidates, num_tokens, max_len, _by_epoch(candidates, overlap)))
+    held = _by_epoch(workers, overlap)
+    return names(rank_decode(table_of(workers), num_tokens, max_len, held, is_local=is_local))
 
 
-def _by_epoch(candidates: list[Candidate], overlap: dict[str, int]) -> dict[Epoch, int]:
-    epochs = {c.record.worker_id: c.record.epoch for c in candidates}
+def _by_epoch(workers: list[Known], overlap: dict[str, int]) -> dict[Epoch, int]:
+    epochs = {worker.record.worker_id: worker.record.epoch for worker in workers}
     return {epochs[WorkerId(name)]: count for name, count in overlap.items()}
 
 
 def test_prefill_goes_where_the_fewest_tokens_are_ahead():
-    busy = candidate("a", replace(EMPTY, num_queued_tokens=500))
-    told = candidate("b", num_pending_tokens=400)
-    free = candidate("c", replace(EMPTY, num_queued_tokens=10))
+    busy = known("a", replace(EMPTY, num_queued_tokens=500))
+    told = known("b", num_pending_tokens=400)
+    free = known("c", replace(EMPTY, num_queued_tokens=10))
     assert prefill([busy, told, free]) == "c"
     assert prefill([busy, told]) == "b"
 
 
 def test_what_was_sent_and_what_is_published_are_not_counted_twice():
-    seen = candidate("a", replace(EMPTY, num_queued_tokens=100), num_pending_tokens=100)
-    other = candidate("b", replace(EMPTY, num_queued_tokens=150))
+    seen = known("a", replace(EMPTY, num_queued_tokens=100), num_pending_tokens=100)
+    other = known("b", replace(EMPTY, num_queued_tokens=150))
     assert prefill([seen, other]) == "a"
 
 
 def test_a_cached_prefix_is_worth_the_tokens_it_saves():
-    far = candidate("a", replace(EMPTY, num_queued_tokens=50))
-    near = candidate("b")
+    far = known("a", replace(EMPTY, num_queued_tokens=50))
+    near = known("b")
     assert prefill([far, near], 100, a=4) == "a"
     assert prefill([far, near], 100, a=3) == "b"
     assert prefill([near, far], 16, a=1000) == "b", "no more than the prompt can be saved"
 
 
 def test_ties_are_broken_by_name_alone():
-    pair = [candidate("b"), candidate("a")]
+    pair = [known("b"), known("a")]
     assert prefill(pair) == prefill(pair[::-1]) == "a"
     assert decode(pair) == decode(pair[::-1]) == ["a", "b"]
 
 
 def test_a_pool_that_is_too_small_is_left_out():
-    small, large = candidate("a", num_blocks=4), candidate("b", num_blocks=64)
+    small, large = known("a", num_blocks=4), known("b", num_blocks=64)
     assert prefill([small, large], 65) == "b"
     assert prefill([small], 65) is None
     assert prefill([small], 64) == "a"
@@ -82,33 +70,84 @@ def test_a_pool_that_is_too_small_is_left_out():
 
 
 def test_a_decode_pool_must_hold_the_output_too():
-    small, large = candidate("a", num_blocks=8), candidate("b", num_blocks=64)
+    small, large = known("a", num_blocks=8), known("b", num_blocks=64)
     assert decode([small, large], 100, 128) == ["a", "b"]
     assert decode([small, large], 100, 129) == ["b"]
     assert decode([small], 100, 129) == []
 
 
 def test_decode_prefers_the_emptier_batch_relative_to_its_size():
-    half = candidate("a", replace(EMPTY, num_running=4))
-    large = candidate("b", replace(EMPTY, num_running=5), max_batch=32)
+    half = known("a", replace(EMPTY, num_running=4))
+    large = known("b", replace(EMPTY, num_running=5), max_batch=32)
     assert decode([half, large]) == ["b", "a"]
 
 
 def test_decode_weighs_a_cached_prefix_against_the_batch():
-    holder = candidate("a", replace(EMPTY, num_running=3))
-    empty = candidate("b")
+    holder = known("a", replace(EMPTY, num_running=3))
+    empty = known("b")
     assert decode([holder, empty], 96, 200, a=6) == ["a", "b"]
     assert decode([holder, empty], 96, 200, a=1) == ["b", "a"]
 
 
 def test_full_ones_come_last_but_are_kept():
-    batch = candidate("a", replace(EMPTY, num_running=6, num_waiting=2))
-    pool = candidate("b", replace(EMPTY, num_free_blocks=6))
-    sent = candidate("c", num_pending=8)
-    room = candidate("d", replace(EMPTY, num_running=7))
+    batch = known("a", replace(EMPTY, num_running=6, num_waiting=2))
+    pool = known("b", replace(EMPTY, num_free_blocks=6))
+    sent = known("c", num_pending=8)
+    room = known("d", replace(EMPTY, num_running=7))
     ranked = decode([batch, pool, sent, room], 100)
     assert ranked[0] == "d"
     assert sorted(ranked) == ["a", "b", "c", "d"]
+
+
+def test_a_prompt_that_is_computed_on_decode_goes_where_little_is_ahead_of_it():
+    long = known("a", replace(EMPTY, num_queued_tokens=900, num_running=1))
+    many = known("b", replace(EMPTY, num_running=6))
+    assert decode([long, many], is_local=True) == ["b", "a"]
+    assert decode([long, many]) == ["a", "b"]
+    sent = known("c", num_pending_tokens=2000)
+    assert decode([sent, long], is_local=True) == ["a", "c"]
+
+
+def test_of_a_thousand_workers_only_the_best_are_named():
+    workers = [known(f"w{n:04}", replace(EMPTY, num_running=n % 8)) for n in range(1000)]
+    assert decode(workers) == [f"w{8 * n:04}" for n in range(MAX_DECODE)]
+    avoid = {WorkerId("w0000")}
+    table = table_of(workers)
+    assert choose_prefill(table, 10, {}, avoid).worker_id == "w0001"
+    assert "w0000" not in names(rank_decode(table, 10, 20, {}, avoid))
+
+
+def test_who_is_not_open_is_not_chosen_and_who_is_gone_may_still_be_told():
+    table = table_of([known("a"), known("b"), known("c")])
+    rows = {row.record.worker_id: row for row in table.rows}
+    rows["a"].set_up(False)
+    rows["b"].publish(replace(EMPTY, is_draining=True))
+    assert choose_prefill(table, 10, {}).worker_id == "c"
+    table.remove(rows["a"])
+    rows["a"].pend_tokens(1000)
+    rows["a"].publish(replace(EMPTY, num_queued_tokens=500))
+    assert sorted(table.column("ahead")) == [0, 0]
+    rows["c"].set_fitting(False)
+    assert choose_prefill(table, 10, {}) is None
+    assert rank_decode(table, 10, 20, {}) == []
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 99)), max_size=80))
+def test_a_table_is_what_its_rows_say_after_any_joins_and_leaves(changes):
+    table, rows = table_of([]), {}
+    for joins, number, value in changes:
+        if joins and number not in rows:
+            rows[number] = table.add(known(f"w{number}").record)
+        elif number in rows:
+            rows[number].pend_tokens(value)
+            if not joins:
+                table.remove(rows.pop(number))
+    assert {row.record.worker_id for row in table.rows} == {f"w{number}" for number in rows}
+    for number, row in rows.items():
+        assert table.column("ahead")[row.slot] == row.num_pending_tokens, number
+        assert table.by_epoch[row.record.epoch] is row
+    order = sorted(rows.values(), key=lambda row: table.column("order")[row.slot])
+    assert [row.record.worker_id for row in order] == sorted(row.record.worker_id for row in order)
 
 
 LOADS = st.builds(
@@ -119,23 +158,24 @@ LOADS = st.builds(
     num_running=st.integers(0, 8),
     num_waiting=st.integers(0, 8),
 )
-CANDIDATES = st.lists(
+WORKERS = st.lists(
     st.tuples(LOADS, st.integers(1, 64), st.integers(0, 500), st.integers(0, 9)), max_size=6
 ).map(
     lambda rows: [
-        candidate(f"w{index}", load, blocks, num_pending_tokens=tokens, num_pending=pending)
+        known(f"w{index}", load, blocks, num_pending_tokens=tokens, num_pending=pending)
         for index, (load, blocks, tokens, pending) in enumerate(rows)
     ]
 )
 
 
-@given(CANDIDATES, st.integers(1, 600), st.integers(0, 400), st.data())
-def test_decisions_depend_on_the_workers_and_not_on_their_order(candidates, num_tokens, num_more, data):
-    shuffled = data.draw(st.permutations(candidates))
-    overlap = {c.record.epoch: data.draw(st.integers(0, 40)) for c in candidates}
+@given(WORKERS, st.integers(1, 600), st.integers(0, 400), st.data())
+def test_decisions_depend_on_the_workers_and_not_on_their_order(workers, num_tokens, num_more, data):
+    shuffled = data.draw(st.permutations(workers))
+    overlap = {c.record.epoch: data.draw(st.integers(0, 40)) for c in workers}
     max_len = num_tokens + num_more
-    assert choose_prefill(candidates, num_tokens, overlap) == choose_prefill(shuffled, num_tokens, overlap)
-    ranked = rank_decode(candidates, num_tokens, max_len, overlap)
-    assert ranked == rank_decode(shuffled, num_tokens, max_len, overlap)
-    fitting = [c.record for c in candidates if SPEC.num_blocks_for(max_len) <= c.record.num_blocks]
+    table, other = table_of(workers), table_of(shuffled)
+    assert choose_prefill(table, num_tokens, overlap) == choose_prefill(other, num_tokens, overlap)
+    ranked = rank_decode(table, num_tokens, max_len, overlap)
+    assert ranked == rank_decode(other, num_tokens, max_len, overlap)
+    fitting = [c.record for c in workers if SPEC.num_blocks_for(max_len) <= c.record.num_blocks]
     assert sorted(names(ranked)) == sorted(names(fitting))
