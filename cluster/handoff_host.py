@@ -121,7 +121,7 @@ class HandoffHost(SessionHost[Command, Event], Generic[Command, Event, H]):
         if entry is None:
             events.put(self.aborted(handoff_id, True))
         elif entry.ending is None:
-            entry.ending = self.spawn(self._end(entry))
+            entry.ending = self.spawn(self._end(entry), entry.handoff.id.request_id)
 
     def fail(self, entry: Entry[H, Event], error: TandemError) -> None:
         """Tell the gateway and end it."""
@@ -134,7 +134,7 @@ class HandoffHost(SessionHost[Command, Event], Generic[Command, Event, H]):
         if entry.task is asyncio.current_task():
             entry.task = None  # the transfer itself failed: it is ending, and must not wait for itself
         if entry.ending is None:
-            entry.ending = self.spawn(self._end(entry))
+            entry.ending = self.spawn(self._end(entry), entry.handoff.id.request_id)
 
     def forget(self, handoff_id: HandoffId) -> bool:
         """It ended by itself. False when it was not live: then nothing changes."""

@@ -179,7 +179,7 @@ class DecodeService(
         entry.handoff.granted(grant)
         entry.trace.end("decode.reserve")
         entry.trace.begin("decode.receive")
-        entry.task = self.spawn(self._receive(entry))
+        entry.task = self.spawn(self._receive(entry), entry.handoff.id.request_id)
         entry.events.put(pb.DecodeEvent(granted=pb.DecodeGranted(grant=convert.grant_to_proto(grant))))
 
     def failed(self, handoff_id: HandoffId, error: TandemError) -> pb.DecodeEvent:

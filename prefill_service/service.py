@@ -127,7 +127,7 @@ class PrefillService(
         if not attempt or entry is None or entry.ending is not None:
             return False
         self.forget(entry.handoff.id)
-        self.spawn(self._end_retired(entry))
+        self.spawn(self._end_retired(entry), handoff_id.request_id)
         return True
 
     async def _end_retired(self, entry: PrefillEntry) -> None:
@@ -142,7 +142,7 @@ class PrefillService(
         elif entry.handoff.lifetime.state is HandoffState.PENDING and entry.ending is None:
             entry.handoff.lifetime.advance(HandoffState.GRANTED)
             self._engine.send(Granted(grant.handoff_id))
-            entry.task = self.spawn(self._deliver(entry, grant))
+            entry.task = self.spawn(self._deliver(entry, grant), grant.handoff_id.request_id)
 
     async def _deliver(self, entry: PrefillEntry, grant: Grant) -> None:
         """Blocks cross while later ones are computed; the seal goes last. A transfer that failed leaves the lease:
