@@ -1,9 +1,11 @@
 """`tandem bench …`: options, and a line or two over the module that does the work, imported only when it runs."""
 
 import asyncio
+import os
 import shlex
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +260,124 @@ def interference(json_path: Path | None, html_path: Path | None, **options: Any)
     names = ("num_streams", "stream_output", "num_prompts", "prompt_tokens", "apart_s", "seed")
     scene = measuring.Scene(**{name: options[name] for name in names})
     _run(measuring.run(_systems(options), scene, json_path, html_path))
+
+
+@bench.command("profile")
+@click.argument("path", type=FILE)
+@click.option("--model", default="smollm2", show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
+@click.option("--weights", type=click.Choice(("stored", "dense")), default="stored", show_default=True)
+def write_profile(path: Path, model: str, dtype: str, weights: str) -> None:
+    """What this machine takes for what an engine does: into PATH, for `simulate` and `tune`."""
+    from bench import profile
+    from engine.config import EngineConfig, WeightForm
+
+    config = EngineConfig(model, DType(dtype), weights=WeightForm(weights))
+    _run(profile.run(profile.Asked(config), path))
+
+
+def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(
+        (
+            click.option("--prefill", "num_prefill", default=1, show_default=True, help="Prefill workers."),
+            click.option("--decode", "num_decode", default=1, show_default=True, help="Decode workers."),
+            click.option(
+                "--colocated", "num_colocated", default=0, help="Engines that do both, instead of the tiers."
+            ),
+            click.option(
+                "--threads", "num_threads", default=None, type=int, help="Of each [the profile's first]."
+            ),
+            click.option("--num-blocks", default=2048, show_default=True, help="Blocks of a KV pool."),
+            click.option("--block-size", default=16, show_default=True),
+            click.option("--max-batch", default=64, show_default=True, help="Sequences of one step."),
+            click.option("--token-budget", default=512, show_default=True, help="Tokens of one step."),
+            click.option("--max-queue", "max_queue_s", default=10.0, show_default=True, help="Seconds."),
+            click.option("--max-local-tokens", default=0, show_default=True, help="As `serve` has it."),
+            click.option("--pace", "pace_s", default=0.0, show_default=True, help="As `serve` has it."),
+            click.option("--one-host", "is_one_host", is_flag=True, help="All workers share this machine."),
+            click.option("--no-borrow", is_flag=True, help="They leave each other's idle cores alone."),
+            click.option("--no-prefix-cache", is_flag=True, help="No prompt finds anything of another."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@click.command("simulate")
+@click.argument("profile", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@_plan_options
+@_traffic_options
+@_slo_options
+@_output_options
+def simulate_cluster(profile: Path, **options: Any) -> None:
+    """A cluster of any size under traffic, in simulated time, from a PROFILE of this machine."""
+    from bench import simulate
+    from bench.profile import read
+    from bench.simulation.cluster import Plan
+
+    try:
+        known = read(profile)
+        names = ["num_prefill", "num_decode", "num_colocated", "num_blocks", "block_size", "max_batch"]
+        names += ["token_budget", "max_queue_s", "max_local_tokens", "pace_s", "is_one_host"]
+        plan = Plan(
+            **{name: options[name] for name in names},
+            num_threads=options["num_threads"] or min(known.engines),
+            borrows=not options["no_borrow"],
+            has_prefix_cache=not options["no_prefix_cache"],
+        )
+        traffics = _asked(options).traffics()
+        simulate.run(
+            plan,
+            known,
+            traffics,
+            _slo(options),
+            options["attainment"],
+            options["json_path"],
+            options["html_path"],
+        )
+    except (ValueError, KeyError) as error:
+        _end(error, CONFIGURATION_MISTAKE)
+
+
+@click.command("tune")
+@click.argument("path", type=FILE)
+@click.option("--model", default="smollm2", show_default=True)
+@click.option(
+    "--profile",
+    "profile_path",
+    default=None,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Made by `tandem bench profile` [measured now].",
+)
+@click.option(
+    "--confirm", "num_confirmed", default=3, show_default=True, help="How many are served and measured."
+)
+@click.option(
+    "--serve-options", default="", callback=_words, help="For all that are served: '--weights dense'."
+)
+@_traffic_options
+@_slo_options
+@click.option("--json", "json_path", default=None, type=FILE, help="Everything simulated and measured.")
+def tune_options(path: Path, model: str, profile_path: Path | None, **options: Any) -> None:
+    """Find the options of `serve` with the best goodput for a traffic, and write them into PATH."""
+    from bench import profile, tune
+    from engine.config import EngineConfig
+
+    async def work() -> None:
+        known = (
+            profile.read(profile_path)
+            if profile_path
+            else await profile.profile(profile.Asked(EngineConfig(model)))
+        )
+        asked = _asked({**options, "rates": (1.0,)})
+        wish = tune.Wish(
+            lambda rate: replace(asked, rates=(rate,)).traffics()[0], _slo(options), options["attainment"]
+        )
+        cores, told = len(os.sched_getaffinity(0)), options["serve_options"]
+        await tune.run(
+            model, known, wish, asked, cores, options["num_confirmed"], told, path, options["json_path"]
+        )
+
+    if not any(options[name] for name in ("slo_ttft", "slo_itl", "slo_gap", "slo_e2e")):
+        raise click.UsageError("tune needs to know what is wanted: --slo-ttft and --slo-itl, or others")
+    _run(work())

@@ -119,11 +119,13 @@ def arrivals(rate_per_s: float, burstiness: float, rng: random.Random) -> Iterat
 def synthetic(
     num_requests: int, rate_per_s: float, burstiness: float, lengths: Lengths, rng: random.Random
 ) -> Traffic:
-    """An open loop. Raises ValueError for what is no traffic."""
+    """An open loop; as many arrivals a second as asked for on average, not as drawn. Raises ValueError for what is no
+    traffic."""
     if num_requests < 1 or rate_per_s <= 0 or burstiness <= 0 or not 0 <= lengths.spread <= 1:
         raise ValueError("requests, rate and burstiness must be positive, spread between 0 and 1")
     moments = arrivals(rate_per_s, burstiness, rng)
-    requests = tuple(Planned(next(moments), *lengths.draw(rng)) for _ in range(num_requests))
+    drawn = Traffic("", tuple(Planned(next(moments), *lengths.draw(rng)) for _ in range(num_requests)))
+    requests = drawn.at_rate(rate_per_s).requests if drawn.rate_per_s < math.inf else drawn.requests
     spread = f" ± {lengths.spread:.0%}" if lengths.spread else ""
     name = f"{lengths.num_prompt} + {lengths.num_output} tokens{spread}, {rate_per_s:g} a second"
     name += f", burstiness {burstiness:g}" if burstiness != 1 else ", Poisson"

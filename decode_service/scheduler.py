@@ -103,7 +103,7 @@ class DecodeTier:
         self.prepare()
         progress = self.engine.step()
         for item in progress:
-            self._report(item)
+            self.report(item)
         if progress:
             self._serve_queue()
         return bool(progress)
@@ -118,7 +118,7 @@ class DecodeTier:
     def _enqueue(self, command: Reserve) -> None:
         """Queue a reserve, or refuse one that could never be served to its end. A repeated one changes nothing."""
         scheduler = self.engine.scheduler
-        sequence = self._sequence(command)
+        sequence = self.make_sequence(command)
         max_len = sequence.max_len(scheduler.limits.context_len)
         if self._is_known(command.id):
             return
@@ -221,7 +221,7 @@ class DecodeTier:
         sequence.num_cached = len(shared) * scheduler.limits.block_size
         return fresh[:num_in_flight]
 
-    def _sequence(self, command: Reserve) -> Sequence:
+    def make_sequence(self, command: Reserve) -> Sequence:
         tokens = [*command.prompt_ids, *command.output_ids]
         num_prompt_tokens = len(command.prompt_ids)
         return Sequence(
@@ -248,7 +248,8 @@ class DecodeTier:
         scheduler.resume(sequence)
         self._note_suspended(sequence)
 
-    def _report(self, progress: Progress) -> None:
+    def report(self, progress: Progress) -> None:
+        """Append what became of one sequence in a step."""
         sequence, token, reason = progress
         if scores := sequence.take_scores():
             self.events.append(PromptScores(sequence.id, sequence.num_scored - len(scores) + 1, scores))

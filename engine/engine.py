@@ -56,7 +56,9 @@ class Engine:
         self.on_scheduled(self.work)
         sampled = self.runner.run(self.work)
         progress = self.scheduler.commit(self.work, sampled)
-        self._note_step(self.scheduler.clock() - started_s)
+        step_s = self.scheduler.clock() - started_s
+        self.counts.note(self.work, step_s)
+        self.note_step(step_s, sum(item.num_tokens for item in self.work))
         return progress
 
     def guide(self, params: SamplingParams) -> Guide | None:
@@ -69,9 +71,8 @@ class Engine:
         """Over the latest steps, each counted by what it computed; 0 before the first."""
         return self._recent_tokens / self._recent_s if self._recent_s else 0.0
 
-    def _note_step(self, step_s: float) -> None:
-        self.counts.note(self.work, step_s)
+    def note_step(self, step_s: float, num_tokens: int) -> None:
+        """A step took so long and computed so much."""
         self.step_s = step_s
         self._recent_s = RATE_DECAY * self._recent_s + step_s
-        num_tokens = sum(item.num_tokens for item in self.work)
         self._recent_tokens = RATE_DECAY * self._recent_tokens + num_tokens

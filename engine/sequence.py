@@ -4,6 +4,7 @@ tokens       [ prompt ..................... | output ........ ]
 KV in blocks [ num_computed .............. ]  to compute
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -80,6 +81,10 @@ class Sequence:
     @property
     def seed(self) -> int:
         return self.params.choice_seed(self.choice)
+
+    def know_chain(self, chain: Iterable[BlockHash]) -> None:
+        """The hashes of its first hash blocks, from whoever has them already."""
+        self._chain = list(chain)
 
     def chain(self, block_size: int, num_blocks: int) -> list[BlockHash]:
         """The hashes of the first `num_blocks` full blocks of the pool, each that of its last hash block."""

@@ -127,6 +127,7 @@ class Serving:
         if isinstance(error, Busy | Unavailable):
             tier = error.tier if isinstance(error, Busy) else ""
             self.metrics.admissions.labels(outcome=error.code.value, tier=tier or "gateway").inc()
+            self.orchestrator.recent.rates.now().num_refused += 1
 
     async def _admit(self, ask: Ask, arrival: Arrival, span: Span) -> Answer:
         self.check_model(ask.model)

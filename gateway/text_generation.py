@@ -77,7 +77,7 @@ class TextGeneration:
                 if not self.num_tokens:
                     prompt = self._prompt()
                 if self._is_scoring_only:
-                    await tokens.aclose()
+                    await self._close(tokens, "length")
                     yield TextChunk("", (), "length", choice=self.choice, prompt=prompt)
                     return
                 self.num_tokens += 1
@@ -85,14 +85,20 @@ class TextGeneration:
                 unshown.append(token)
                 parsed = self._parse(self._text.push(token.token_id, token.finish_reason == "stop"))
                 if self._is_over or token.finish_reason:
-                    await tokens.aclose()
-                    yield self._last(parsed, unshown, prompt)
+                    last = self._last(parsed, unshown, prompt)
+                    await self._close(tokens, last.finish_reason)
+                    yield last
                     return
                 if parsed.content or parsed.calls or prompt:
                     yield self._chunk(parsed, unshown, prompt)
                     unshown, prompt = [], None
         finally:
             await tokens.aclose()
+
+    async def _close(self, tokens: AsyncGenerator[OutputToken, None], finish_reason: str) -> None:
+        """The choice ends here, although tokens may be left."""
+        self._generation.report.outcome = finish_reason
+        await tokens.aclose()
 
     @property
     def _is_over(self) -> bool:

@@ -28,6 +28,7 @@ class Mark(IntEnum):
     ENDED = 8
 
 
+_LATER = tuple(Mark)[1:]
 STAGES = (
     "prepare_s",
     "queue_s",
@@ -92,23 +93,47 @@ class StageClock:
     def since(self, mark: Mark) -> float:
         return self._clock() - self._marks[mark]
 
+    @property
+    def reached(self) -> Mark:
+        """The last mark that none before is missing to."""
+        reached = Mark.ARRIVED
+        for mark in _LATER:
+            if mark not in self._marks:
+                break
+            reached = mark
+        return reached
+
+    @property
+    def stage(self) -> str:
+        """That which it is in, or ended in."""
+        return STAGES[min(self.reached, len(STAGES) - 1)]
+
     def spans(self) -> Sequence[StageSpan]:
         """Every stage from the arrival to the end, which is now unless it was marked; the stage that it came in is
         the last one that is not empty."""
+        return self._spans(max(mark for mark in self._marks if mark is not Mark.ENDED))
+
+    def durations(self) -> dict[str, float]:
+        """Seconds by stage name, with total_s and time_to_first_token_s."""
+        return self._durations(self.spans())
+
+    def so_far(self) -> dict[str, float]:
+        """The same of one that may go on: the stage that it is in lasts until now."""
+        return self._durations(self._spans(self.reached))
+
+    def _spans(self, last: Mark) -> Sequence[StageSpan]:
+        """What comes after `last` lies at the end."""
         end_s = self._marks.get(Mark.ENDED, self._clock())
         reached_s = self._marks[Mark.ARRIVED]
-        last = max(mark for mark in self._marks if mark is not Mark.ENDED)
         spans = []
-        for stage, mark in zip(STAGES, list(Mark)[1:], strict=True):
+        for stage, mark in zip(STAGES, _LATER, strict=True):
             marked_s = end_s if mark > last else self._marks.get(mark, reached_s)
             at_s = min(max(marked_s, reached_s), end_s)
             spans.append(StageSpan(stage, reached_s, at_s))
             reached_s = at_s
         return spans
 
-    def durations(self) -> dict[str, float]:
-        """Seconds by stage name, with total_s and time_to_first_token_s."""
-        spans = self.spans()
+    def _durations(self, spans: Sequence[StageSpan]) -> dict[str, float]:
         start_s, end_s = spans[0].begin_s, spans[-1].end_s
         durations = {span.stage: span.end_s - span.begin_s for span in spans}
         durations["total_s"] = end_s - start_s

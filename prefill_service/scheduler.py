@@ -82,7 +82,7 @@ class PrefillTier:
         self.prepare()
         progress = self.engine.step()
         for item in progress:
-            self._report(item)
+            self.report(item)
         return bool(progress)
 
     def announce(self, work: list[Work]) -> None:
@@ -112,16 +112,20 @@ class PrefillTier:
         earlier = HandoffId(command.id.request_id, command.takes_over)
         if command.takes_over and self._take_over(earlier, command.id):
             return
-        tokens = [*command.prompt_ids, *command.output_ids]
-        sequence = Sequence(command.id, tokens, len(command.prompt_ids), command.params, self._fingerprint)
+        sequence = self.make_sequence(command)
         scheduler = self.engine.scheduler
-        if not scheduler.can_run(sequence, len(tokens)):
-            message = f"{len(tokens)} tokens do not fit the prefill worker"
+        num_tokens = len(sequence.tokens)
+        if not scheduler.can_run(sequence, num_tokens):
+            message = f"{num_tokens} tokens do not fit the prefill worker"
             self.events.append(WorkFailed(command.id, ErrorCode.INVALID, message))
             return
         sequence.guide = self.engine.guide(command.params)
         self._sequences[command.id] = sequence
         scheduler.submit(sequence)
+
+    def make_sequence(self, command: StartPrompt) -> Sequence:
+        tokens = [*command.prompt_ids, *command.output_ids]
+        return Sequence(command.id, tokens, len(command.prompt_ids), command.params, self._fingerprint)
 
     def _take_over(self, earlier: HandoffId, new: HandoffId) -> bool:
         """Go on with what `earlier` holds under its new id, telling again what is known of it. False when nothing of
@@ -144,7 +148,8 @@ class PrefillTier:
             self.events += [started, Computed(new, lease.num_tokens), first]
         return sequence is not None or lease is not None
 
-    def _report(self, progress: Progress) -> None:
+    def report(self, progress: Progress) -> None:
+        """Append what became of one sequence in a step."""
         sequence, token, reason = progress
         if token is not None and not token.is_valid:
             self._fail(sequence, token.error)

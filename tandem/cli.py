@@ -4,12 +4,14 @@ that a gateway or a client never loads torch."""
 import asyncio
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import click
 
-from bench.commands import bench
+from bench.commands import bench, simulate_cluster, tune_options
 from core.errors import ModelLoadError, TandemError
 from core.ids import WorkerId, new_worker_id
 from core.kv_spec import DType
@@ -119,6 +121,21 @@ def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
     ):
         command = option(command)
     return command
+
+
+def _read_config(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    """Options from a file become defaults. A name that is no option is refused: a typing error must not be silent."""
+    if value is None:
+        return
+    try:
+        told = tomllib.loads(Path(value).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(f"{value}: {error}") from error
+    names = {word.lstrip("-"): p.name for p in context.command.params for word in p.opts if p.name}
+    unknown = sorted(set(told) - set(names) - {"config"})
+    if unknown or "config" in told:
+        raise click.BadParameter(f"{value}: `{(unknown or ['config'])[0]}` is no option of serve")
+    context.default_map = {**(context.default_map or {}), **{names[name]: told[name] for name in told}}
 
 
 def _cores(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -276,6 +293,14 @@ def gateway(log_format: str, **options: Any) -> None:
 @click.option("--redis-url", default="", help="A Redis or Valkey to use [an embedded Valkey].")
 @click.option("--ready-file", default=None, help="JSON written once requests can be served.")
 @click.option("--no-borrow", is_flag=True, help="Workers leave each other's idle cores alone.")
+@click.option(
+    "--config",
+    default=None,
+    is_eager=True,
+    expose_value=False,
+    callback=_read_config,
+    help="TOML with these options' values, as `tandem tune` writes it; what is given here comes first.",
+)
 @_max_queue_option
 @_max_local_tokens_option
 @_pace_option
@@ -363,15 +388,16 @@ def health(address: str, timeout_s: float) -> None:
 
 @main.command()
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True)
-@click.option("--once", is_flag=True, help="Print one table and exit.")
+@click.option("--once", is_flag=True, help="Print it once and exit.")
 def top(url: str, once: bool) -> None:
-    """Workers, blocks and live requests."""
-    from tandem import terminal
+    """Workers, blocks, requests by stage, rates and latencies, live; q quits."""
+    from tandem.top import top as show
 
-    _client(terminal.top(url, once))
+    _client(show(url, once))
 
 
-main.add_command(bench)
+for command in (bench, simulate_cluster, tune_options):
+    main.add_command(command)
 
 
 def _client(work: Coroutine[Any, Any, None]) -> None:

@@ -1,22 +1,15 @@
-"""The terminal's clients of a running system: complete, chat and top."""
+"""The terminal's clients of a running system: complete and chat."""
 
 import asyncio
 import contextlib
 import sys
-from typing import Any
 
 import click
-import httpx
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
-from core.errors import TandemError
 from tandem.client import Answer, AsyncClient, Chunk, Message, Prompt, Sampling
 from tandem.client_messages import to_answer
 
 STAGES = ("prepare", "queue", "prefill", "grant_wait", "transfer", "decode_queue", "first_step", "decode")
-REFRESH_S = 1.0
 
 
 async def complete(address: str, prompt: str, max_tokens: int, temperature: float, seed: int | None) -> None:
@@ -62,50 +55,3 @@ def describe_timing(answer: Answer) -> str:
     cached = f"{usage.num_cached_tokens} of {usage.num_prompt_tokens} prompt tokens cached"
     lines.append(f"  {cached}, {usage.num_completion_tokens} generated")
     return "\n".join(lines)
-
-
-async def top(url: str, once: bool) -> None:
-    """A table of the workers, live unless `once`. Raises TandemError when the gateway does not answer."""
-    async with httpx.AsyncClient(base_url=url, timeout=5.0) as client:
-        if once:
-            Console().print(_table(await _cluster(client)))
-            return
-        with Live(_table(await _cluster(client))) as live:
-            while True:
-                await asyncio.sleep(REFRESH_S)
-                live.update(_table(await _cluster(client)))
-
-
-async def _cluster(client: httpx.AsyncClient) -> dict[str, Any]:
-    try:
-        answer = await client.get("/cluster")
-        answer.raise_for_status()
-    except httpx.HTTPError as error:
-        raise TandemError(f"{client.base_url}: {error or type(error).__name__}") from error
-    cluster: dict[str, Any] = answer.json()
-    return cluster
-
-
-def _table(cluster: dict[str, Any]) -> Table:
-    requests = cluster["requests"]
-    stages = [request["state"] for request in requests]
-    by_stage = ", ".join(f"{stages.count(stage)} {stage}" for stage in sorted(set(stages)))
-    table = Table(
-        title=f"{cluster['model']}: {len(requests)} requests" + (f" ({by_stage})" if by_stage else "")
-    )
-    for column in ("worker", "role", "up", "running", "waiting", "queued tokens", "step ms", "blocks"):
-        table.add_column(column)
-    for worker in cluster["workers"]:
-        record, load = worker["record"], worker["load"]
-        blocks = "  ".join(f"{state} {count}" for state, count in load["blocks_by_state"].items() if count)
-        table.add_row(
-            record["worker_id"],
-            record["role"],
-            "yes" if worker["is_up"] else "no",
-            str(load["num_running"]),
-            str(load["num_waiting"]),
-            str(load["num_queued_tokens"]),
-            f"{load['step_s'] * 1000:.1f}",
-            blocks,
-        )
-    return table

@@ -23,6 +23,7 @@ START_TIMEOUT_S = 120.0
 MAX_QUEUE_S = 120.0  # a busy machine is no overload
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.05
+WORKERS_ONLY = f"/cluster?after={2**53}"  # nothing of what ended
 
 
 class ManagedProcess:
@@ -138,12 +139,12 @@ class LocalCluster:
         command += ["--redis-url", self.redis_url, "--connector", self.connector]
         return await self._start(name, [*command, *self._worker_arguments[role], *arguments], environment)
 
-    async def start_gateway(self, is_waiting: bool = True) -> ManagedProcess:
+    async def start_gateway(self, is_waiting: bool = True, http: str = "127.0.0.1:0") -> ManagedProcess:
         """Start the gateway; returns when it can serve. Raises Unavailable with the logs when it does not."""
         ready = Path(self._directory.name) / "ready.json"
         ready.unlink(missing_ok=True)
         command = ["gateway", "--model", self.model, "--model-id", "test", "--redis-url", self.redis_url]
-        command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--ready-file", str(ready)]
+        command += ["--http", http, "--grpc", "127.0.0.1:0", "--ready-file", str(ready)]
         command += ["--max-queue", str(MAX_QUEUE_S)]
         gateway = await self._start("gateway", [*command, *self._gateway_arguments])
         if is_waiting:
@@ -157,7 +158,9 @@ class LocalCluster:
     async def workers(self) -> list[dict[str, Any]]:
         """`/cluster`'s view of the workers."""
         async with httpx.AsyncClient(base_url=self.http) as client:
-            found: list[dict[str, Any]] = (await client.get("/cluster")).raise_for_status().json()["workers"]
+            found: list[dict[str, Any]] = (
+                (await client.get(WORKERS_ONLY)).raise_for_status().json()["workers"]
+            )
         return found
 
     async def wait_workers(self, names: Sequence[str], timeout_s: float = START_TIMEOUT_S) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,13 +22,16 @@ from gateway.front.event_streams import StreamWishes, choice_events, response_ev
 from gateway.front.openai_objects import CompletionShape, Envelope, Shape, error_object, http_status
 from gateway.front.readers import Asked, Detokenizing, Tokenizing
 from gateway.front.responses_objects import ResponseWriter
-from gateway.front.static_page import page_routes
+from gateway.front.static_page import page, page_routes
+from gateway.overview import overview, to_json
 from gateway.serving import Serving
 from gateway.text_generation import TextChunk
 
 MAX_REQUEST_ID_LEN = 128
+MAX_NUMBER_LEN = 18
 TIMING_HEADER = "x-tandem-timing"
 REQUEST_ID_HEADER = "x-request-id"
+ALSO_A_PAGE = {"vary": "accept", "cache-control": "no-store"}
 Result = TypeVar("Result")
 RETRY_AFTER_S = 1
 CLIENT_GONE = 499
@@ -43,6 +45,7 @@ class HttpFront:
         self._serving = serving
         self._max_body_bytes = max_body_bytes
         self._bodies = bodies
+        self._cluster_page = page("cluster.html")
         self.app = Starlette(
             routes=[
                 Route("/v1/models", self.models),
@@ -123,22 +126,12 @@ class HttpFront:
         return Response(self._serving.metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def cluster(self, request: Request) -> Response:
-        """What operators look at: workers with their load, live requests with their stage."""
-        workers = [
-            {
-                "record": asdict(link.record),
-                "load": asdict(link.load),
-                "is_up": link.is_up,
-                "num_open": link.num_open,
-            }
-            for link in self._serving.fleet.links
-        ]
-        live = [
-            {"request_id": request_id, **asdict(entry.report)}
-            for request_id, entry in self._serving.orchestrator.live.items()
-        ]
-        names = {"model": self._serving.model_id, "grpc": self._serving.grpc_address}
-        return JSONResponse({**names, "workers": workers, "requests": live})
+        """What operators look at: a page for a browser, JSON for everybody else; `after` leaves out ended requests
+        up to that number."""
+        if "text/html" in request.headers.get("accept", ""):
+            return self._cluster_page()
+        view = overview(self._serving, _after(request))
+        return Response(to_json(view), headers=ALSO_A_PAGE, media_type="application/json")
 
     async def _asked(self, request: Request, reader: str) -> Asked:
         """Raises InvalidRequest or Busy, or what reading the body raises; counted."""
@@ -237,6 +230,14 @@ async def _stream(request: Request, answer: Answer, headers: dict[str, str], mak
 def _arrival(request: Request) -> Arrival:
     """Now."""
     return Arrival(trace_parent=request.headers.get(HEADER, ""))
+
+
+def _after(request: Request) -> int:
+    """Raises InvalidRequest."""
+    given = request.query_params.get("after", "0")
+    if not (given.isdecimal() and len(given) <= MAX_NUMBER_LEN):
+        raise InvalidRequest("after", "the number of an ended request is expected")
+    return int(given)
 
 
 def _request_id(request: Request) -> str:

@@ -1,5 +1,5 @@
-"""The web page at `/`: the files of `gateway/front/page/`, read once, under a policy that lets nothing else into it.
-Knows nothing of what they do."""
+"""The web pages at `/` and `/cluster`: the files of `gateway/front/page/`, read once, under a policy that lets
+nothing else into them. Knows nothing of what they do."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -30,19 +30,26 @@ HEADERS = {
 }
 
 
+def page(name: str) -> Callable[[], Response]:
+    """Answers with that file, as often as it is called; for where a route also has something else to say."""
+    content, kind = (FOLDER / name).read_bytes(), MEDIA_TYPES[Path(name).suffix]
+    headers = {**HEADERS, "vary": "accept"}
+    return lambda: Response(content, headers=headers, media_type=kind)
+
+
 def page_routes() -> list[Route]:
-    """`/` for index.html, `/page/NAME` for every other file."""
-    files = sorted(path for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES)
+    """`/` for index.html, `/page/NAME` for every file that is no page."""
+    files = sorted(path for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES and path.suffix != ".html")
     return [
-        Route("/" if path.name == "index.html" else f"/page/{path.name}", _serve(path), methods=["GET"])
-        for path in files
+        Route("/", _serve("index.html"), methods=["GET"]),
+        *(Route(f"/page/{path.name}", _serve(path.name), methods=["GET"]) for path in files),
     ]
 
 
-def _serve(path: Path) -> Callable[[Request], Awaitable[Response]]:
-    content = path.read_bytes()
+def _serve(name: str) -> Callable[[Request], Awaitable[Response]]:
+    answer = page(name)
 
     async def respond(request: Request) -> Response:
-        return Response(content, headers=HEADERS, media_type=MEDIA_TYPES[path.suffix])
+        return answer()
 
     return respond

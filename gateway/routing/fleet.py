@@ -3,10 +3,13 @@ the registry is silent; an open session outranks an expired registration."""
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from cluster.block_index import BlockIndex
 from cluster.registry import Registry
+from core.clock import loop_time
 from core.ids import Epoch, WorkerId, new_request_id
 from core.worker import Role, WorkerRecord
 from gateway.routing.link import RECONNECT_S, OpenSession, WorkerLink, open_grpc_session
@@ -15,7 +18,17 @@ from gateway.routing.worker_table import WorkerRow, WorkerTable
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
 MAX_RECONNECT_S = 2.0
+MAX_GONE = 32
 WorkerKey = tuple[WorkerId, Epoch]
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A worker that left, when, on the loop's clock, and why its last session ended."""
+
+    record: WorkerRecord
+    at_s: float
+    reason: str
 
 
 class Fleet:
@@ -33,13 +46,19 @@ class Fleet:
         self._index = index
         self._open_session = open_session
         self._reference: WorkerRecord | None = None
-        self.gateway_id = f"gateway-{new_request_id()[:8]}"
+        self._gateway_id = f"gateway-{new_request_id()[:8]}"
         self.tables = {role: WorkerTable() for role in Role}
         self._links: dict[WorkerKey, WorkerLink] = {}
         self._tasks: dict[WorkerKey, asyncio.Task[None]] = {}
         self._registered: set[WorkerKey] = set()
         self._refused: set[WorkerKey] = set()
         self._changed = asyncio.Event()
+        self.gone: deque[Gone] = deque(maxlen=MAX_GONE)
+
+    @property
+    def gateway_id(self) -> str:
+        """Another one each time that the gateway starts."""
+        return self._gateway_id
 
     @property
     def links(self) -> list[WorkerLink]:
@@ -104,7 +123,7 @@ class Fleet:
         for key, record in usable.items():
             if key not in self._links:
                 row = self.tables[record.role].add(record)
-                self._links[key] = WorkerLink(row, self.gateway_id, self._open_session)
+                self._links[key] = WorkerLink(row, self._gateway_id, self._open_session)
                 self._tasks[key] = asyncio.create_task(self._keep(key))
 
     def _is_usable(self, record: WorkerRecord) -> bool:
@@ -140,9 +159,10 @@ class Fleet:
                 break
             pause_s = RECONNECT_S if link.was_up else min(2 * pause_s, MAX_RECONNECT_S)
             await asyncio.sleep(pause_s)
-            self._links[key] = WorkerLink(link.row, self.gateway_id, self._open_session)
+            self._links[key] = WorkerLink(link.row, self._gateway_id, self._open_session)
         link = self._links.pop(key)
         self.tables[link.record.role].remove(link.row)
+        self.gone.append(Gone(link.record, loop_time(), told))
         self._tasks.pop(key, None)
         if not self._links:
             self._reference = None

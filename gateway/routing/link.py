@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from cluster.session import Outbox, heard_within
+from core.clock import loop_time
 from core.errors import TandemError, WorkerLost
 from core.ids import HandoffId
 from core.load import Load
@@ -103,6 +104,7 @@ class WorkerLink:
         self.row = row
         self.up = asyncio.Event()
         self.was_up = False
+        self.heard_s: float | None = None  # on the loop's clock: when the worker last said anything
         self._gateway_id = gateway_id
         self._open_session = open_session
         self._dialect = _DIALECTS[row.record.role]
@@ -156,6 +158,7 @@ class WorkerLink:
         hello = pb.GatewayHello(gateway_id=self._gateway_id, fingerprint=self.record.kv_spec.fingerprint)
         self._outbox.put(self._dialect.hello(hello))
         async for message in heard_within(events):
+            self.heard_s = loop_time()
             if message.HasField("load"):
                 self.row.publish(convert.load_from_proto(message.load))
             for event in message.events:

@@ -14,7 +14,8 @@ from gateway.timing import StageClock
 class HandoffReport:
     """What is known of a request's handoffs so far: filled by its attempts, read by usage, timing and metrics. `hits`
     are prompt tokens found in caches: `prefill`, not computed; `decode`, not sent; `local`, not computed by a decode
-    worker that had the whole prompt to compute."""
+    worker that had the whole prompt to compute. `num_tokens` are those that the client took, `outcome` says why there
+    are no more: empty while there may be."""
 
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
@@ -25,6 +26,8 @@ class HandoffReport:
     num_refusals: int = 0
     num_attempts: int = 0
     num_preemptions: int = 0
+    num_tokens: int = 0
+    outcome: str = ""
     state: HandoffState = HandoffState.PENDING
     causes: list[str] = field(default_factory=list)
     prompt_scores: list[PromptScore] = field(default_factory=list)

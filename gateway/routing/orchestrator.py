@@ -20,6 +20,7 @@ from core.scores import PromptScore
 from core.worker import Role, WorkerRecord
 from gateway.generation import GenerationRequest, OutputToken
 from gateway.metrics import GatewayMetrics
+from gateway.recent import Recent
 from gateway.routing.admission import Admission
 from gateway.routing.attempt import Attempt
 from gateway.routing.fleet import Fleet
@@ -36,7 +37,7 @@ MAX_LIVE_REQUESTS = 1024
 
 
 class Orchestrator:
-    """Owns the live requests."""
+    """Owns the live requests, and what is remembered of those that ended."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Orchestrator:
         self.gaps = metrics.gaps
         self._max_local_tokens = max_local_tokens
         self.live: dict[RequestId, Live] = {}
+        self.recent = Recent()
 
     def begin(self, requests: Sequence[GenerationRequest]) -> "list[Generation]":
         """Admit the choices of one client's request, all of them or none, before any work. Raises Unavailable or
@@ -256,6 +258,7 @@ class Generation:
         live[self.request.request_id] = self.live
         self._orchestrator.admission.arrived(self.request.request_id)
         source = self._orchestrator.attempts(self.live)
+        watch = self._orchestrator.recent.watch(self.live)
         try:
             await self._follow()
             told_s: float | None = None
@@ -264,13 +267,18 @@ class Generation:
                 if told_s is not None:
                     self._orchestrator.gaps.note(now_s - told_s)
                 told_s = now_s
+                watch.token(token.finish_reason)
                 yield token
+        except TandemError as error:
+            self.report.outcome = error.code.value
+            raise
         finally:
             self._clock.mark(Mark.ENDED)
             self.live.is_handed_over.set()
             await source.aclose()
             self._orchestrator.admission.ended()
             del live[self.request.request_id]
+            self._orchestrator.recent.add(self.live, self.timing)
 
     async def _follow(self) -> None:
         """Wait for the leader, if there is one. Raises Cancelled or DeadlineExceeded."""

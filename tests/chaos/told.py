@@ -7,6 +7,7 @@ from typing import Any
 
 from core.scores import PromptScore
 from gateway.generation import GenerationRequest, OutputToken
+from gateway.routing.live import HandoffReport
 from proto import client_pb2 as pb
 from proto import convert
 
@@ -100,6 +101,7 @@ class Made:
     request: GenerationRequest
     prompt_scores: Sequence[PromptScore]
     made: Sequence[OutputToken]
+    report: HandoffReport = field(default_factory=HandoffReport)
 
     async def tokens(self) -> AsyncGenerator[OutputToken, None]:
         for token in self.made:

@@ -1,8 +1,9 @@
 // Where an answer's time went: its stages as a bar to scale, its figures, and who served it.
 import { make } from "./dom.js";
+import { formatBytes, formatDuration } from "./format.js";
 
 /** In order; together they are the total. */
-const STAGES = {
+export const STAGES = {
   prepare_s: "prepare",
   queue_s: "queue",
   prefill_s: "prefill",
@@ -12,23 +13,13 @@ const STAGES = {
   first_step_s: "first step",
   decode_s: "decode",
 };
-const LOCAL_PREFILL = "no_prefill_worker";
+/** Why a decode worker computed the prompt itself. */
+const LOCAL_PREFILL = ["no_prefill_worker", "short_prompt"];
 
 /** The timing of one answer, from what the server reports of it at its end. */
 export function drawTiming(timing, usage, finishReason) {
   const figures = make("p", { class: "figures" }, ...figuresOf(timing, usage).map(drawFigure));
   return make("div", { class: "timing" }, figures, drawBar(timing), drawLegend(timing), drawPath(timing, finishReason));
-}
-
-export function formatDuration(seconds) {
-  if (seconds >= 1) return `${seconds.toFixed(2)} s`;
-  return `${(seconds * 1000).toFixed(seconds < 0.1 ? 1 : 0)} ms`;
-}
-
-export function formatBytes(count) {
-  const units = ["B", "KiB", "MiB", "GiB"];
-  const power = Math.min(Math.floor(Math.log2(Math.max(count, 1)) / 10), units.length - 1);
-  return `${(count / 1024 ** power).toFixed(power && count < 100 * 1024 ** power ? 1 : 0)} ${units[power]}`;
 }
 
 function figuresOf(timing, usage) {
@@ -101,10 +92,11 @@ function hopOf(timing) {
   return `${timing.connector}, ${formatBytes(timing.kv_bytes)}`;
 }
 
-function badgesOf(timing, finishReason) {
+export function badgesOf(timing, finishReason) {
   const badges = [];
-  const faults = timing.causes.filter((cause) => cause !== LOCAL_PREFILL);
-  if (timing.causes.includes(LOCAL_PREFILL)) badges.push(["note", `local prefill: ${LOCAL_PREFILL}`]);
+  const faults = timing.causes.filter((cause) => !LOCAL_PREFILL.includes(cause));
+  const local = timing.causes.find((cause) => LOCAL_PREFILL.includes(cause));
+  if (local) badges.push(["note", `local prefill: ${local}`]);
   if (timing.num_attempts > 1 || faults.length) {
     badges.push(["recovered", `recovered: ${faults.join(", ") || `${timing.num_attempts} attempts`}`]);
   }

@@ -7,11 +7,13 @@ import httpx
 import pytest
 import pytest_asyncio
 from starlette.applications import Starlette
+from starlette.routing import Route
 
-from gateway.front.static_page import FOLDER, page_routes
+from gateway.front.static_page import FOLDER, page, page_routes
 
 KINDS = {
     "/": "text/html; charset=utf-8",
+    "/cluster": "text/html; charset=utf-8",
     "/page/page.css": "text/css; charset=utf-8",
     "/page/app.js": "text/javascript; charset=utf-8",
     "/page/icon.svg": "image/svg+xml",
@@ -20,7 +22,9 @@ KINDS = {
 
 @pytest_asyncio.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(Starlette(routes=page_routes()))
+    cluster = page("cluster.html")
+    routes = [Route("/cluster", lambda _: cluster()), *page_routes()]
+    transport = httpx.ASGITransport(Starlette(routes=routes))
     async with httpx.AsyncClient(transport=transport, base_url="http://page") as made:
         yield made
 
@@ -57,6 +61,8 @@ async def test_it_can_only_be_read(client, method):
     assert (await client.request(method, "/")).status_code == 405
 
 
-@pytest.mark.parametrize("path", ["/page/", "/page/no.js", "/page/../http_server.py", "/page/%2e%2e/main.py"])
+@pytest.mark.parametrize(
+    "path", ["/page/", "/page/no.js", "/page/cluster.html", "/page/../http_server.py", "/page/%2e%2e/main.py"]
+)
 async def test_nothing_else_is_served(client, path):
     assert (await client.get(path)).status_code == 404

@@ -1,0 +1,1 @@
+"""A discrete-event simulator of a cluster, around the schedulers, router, admission and block pools that serve."""
