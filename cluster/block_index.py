@@ -59,7 +59,9 @@ class BlockIndex:
         if not chain:
             return {}
         keys = [self._store.keys.block(block_hash) for block_hash in chain]
-        flat = await self._store.call(lambda redis: self._script(keys=keys, client=redis), LOOKUP_LIMIT_S)
+        flat = await self._store.call(
+            lambda redis: self._script(keys=keys, client=redis), LOOKUP_LIMIT_S, "prefix_lookup"
+        )
         depths: dict[Epoch, int] = {}
         for holder, count in zip((flat or [])[::2], (flat or [])[1::2], strict=True):
             if len(holder) == _HOLDER.size:
@@ -68,7 +70,9 @@ class BlockIndex:
 
     async def drop(self, worker_id: WorkerId, epoch: Epoch) -> None:
         """Remove every row of an incarnation that is gone."""
-        await self._store.call(lambda redis: _drop(self._store, redis, worker_id, epoch), limit_s=10.0)
+        await self._store.call(
+            lambda redis: _drop(self._store, redis, worker_id, epoch), limit_s=10.0, operation="drop_blocks"
+        )
 
 
 class BlockPublisher:
@@ -128,12 +132,14 @@ class BlockPublisher:
         """Remove all of this incarnation's rows."""
         self._pending.clear()
         await self._store.call(
-            lambda redis: _drop(self._store, redis, self._worker_id, self._epoch), limit_s=10.0
+            lambda redis: _drop(self._store, redis, self._worker_id, self._epoch),
+            limit_s=10.0,
+            operation="drop_blocks",
         )
 
     async def _publish_batch(self) -> bool:
         batch = dict(list(self._pending.items())[:PUBLISH_BATCH])
-        done = await self._store.call(lambda redis: self._write(redis, batch))
+        done = await self._store.call(lambda redis: self._write(redis, batch), operation="publish_blocks")
         for block_hash, is_stored in batch.items() if done else ():
             if self._pending.get(block_hash) is is_stored:
                 del self._pending[block_hash]

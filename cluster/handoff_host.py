@@ -11,9 +11,11 @@ from abc import abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 from cluster.session import Command, Event, Outbox, SessionHost
+from cluster.tracing import NO_TRACING, Attributes, HandoffTrace, Tracing
 from core.errors import Cancelled, DeadlineExceeded, StaleEpoch, TandemError
 from core.handoff import Handoff, HandoffState
 from core.ids import Epoch, HandoffId
+from core.logs import about_handoff
 from core.tombstones import Tombstones
 
 logger = logging.getLogger(__name__)
@@ -37,12 +39,13 @@ H = TypeVar("H", bound=Cancellable)
 
 class Entry(Generic[H, Event]):
     """One live handoff of one session. `task` runs its transfer, `ending` its end, in state `outcome`; `expiry` ends
-    what its gateway has forgotten."""
+    what its gateway has forgotten. `trace` is of what the worker does for it."""
 
-    __slots__ = ("ending", "events", "expiry", "handoff", "is_quiet", "outcome", "task")
+    __slots__ = ("ending", "events", "expiry", "handoff", "is_quiet", "outcome", "task", "trace")
 
-    def __init__(self, handoff: H, events: Outbox[Event]) -> None:
+    def __init__(self, handoff: H, events: Outbox[Event], trace: HandoffTrace) -> None:
         self.handoff = handoff
+        self.trace = trace
         self.events = events
         self.task: asyncio.Task[None] | None = None
         self.ending: asyncio.Task[None] | None = None
@@ -54,9 +57,10 @@ class Entry(Generic[H, Event]):
 class HandoffHost(SessionHost[Command, Event], Generic[Command, Event, H]):
     """Owns the table of live handoffs and the tombstones of ended ones. Everything runs on one event loop."""
 
-    def __init__(self, epoch: Epoch) -> None:
+    def __init__(self, epoch: Epoch, tracing: Tracing = NO_TRACING) -> None:
         super().__init__()
         self._epoch = epoch
+        self._tracing = tracing
         self._entries: dict[HandoffId, Entry[H, Event]] = {}
         self._over = Tombstones(TOMBSTONE_S)
 
@@ -95,9 +99,16 @@ class HandoffHost(SessionHost[Command, Event], Generic[Command, Event, H]):
             return False
         return handoff_id not in self._entries
 
-    def admit(self, handoff: H, events: Outbox[Event], deadline_s: float) -> Entry[H, Event]:
+    def admit(
+        self, handoff: H, events: Outbox[Event], deadline_s: float, trace_parent: str = ""
+    ) -> Entry[H, Event]:
         """It is live from now on, for what remains of its request's time: the gateway ends it before that."""
-        entry = self._entries[handoff.id] = Entry(handoff, events)
+        attributes: Attributes = {
+            "tandem.request_id": handoff.id.request_id,
+            "tandem.attempt": handoff.id.attempt,
+        }
+        trace = self._tracing.handoff(trace_parent, attributes)
+        entry = self._entries[handoff.id] = Entry(handoff, events, trace)
         entry.expiry = asyncio.get_running_loop().call_later(
             deadline_s + EXPIRY_SLACK_S, self.fail, entry, DeadlineExceeded("its gateway never ended it")
         )
@@ -110,19 +121,20 @@ class HandoffHost(SessionHost[Command, Event], Generic[Command, Event, H]):
         if entry is None:
             events.put(self.aborted(handoff_id, True))
         elif entry.ending is None:
-            entry.ending = self.spawn(self._end(entry))
+            entry.ending = self.spawn(self._end(entry), entry.handoff.id.request_id)
 
     def fail(self, entry: Entry[H, Event], error: TandemError) -> None:
         """Tell the gateway and end it."""
         handoff_id = entry.handoff.id
-        logger.warning("handoff %s failed: %s", handoff_id, error)
+        logger.warning("handoff failed: %s", error, extra=about_handoff(handoff_id))
+        entry.trace.close(str(error))
         entry.events.put(self.failed(handoff_id, error))
         entry.outcome = HandoffState.FAILED
         self._over.add(handoff_id)
         if entry.task is asyncio.current_task():
             entry.task = None  # the transfer itself failed: it is ending, and must not wait for itself
         if entry.ending is None:
-            entry.ending = self.spawn(self._end(entry))
+            entry.ending = self.spawn(self._end(entry), entry.handoff.id.request_id)
 
     def forget(self, handoff_id: HandoffId) -> bool:
         """It ended by itself. False when it was not live: then nothing changes."""
@@ -130,6 +142,7 @@ class HandoffHost(SessionHost[Command, Event], Generic[Command, Event, H]):
         if entry is None:
             return False
         _stop(entry.expiry)
+        entry.trace.close()
         self._over.add(handoff_id)
         return True
 
@@ -137,6 +150,7 @@ class HandoffHost(SessionHost[Command, Event], Generic[Command, Event, H]):
         """The engine has ended an aborted one."""
         entry = self._entries.pop(handoff_id)
         _stop(entry.expiry)
+        entry.trace.close()
         entry.events.put(self.aborted(handoff_id, entry.is_quiet))
 
     def on_session_end(self, events: Outbox[Event]) -> None:

@@ -51,7 +51,7 @@ class HandoffRows:
                 self._changed.update(self._live)
             self._wake.clear()
             due, self._changed = self._changed, set()
-            if due and not await self._store.call(partial(self._write, due=due)):
+            if due and not await self._store.call(partial(self._write, due=due), operation="handoff_rows"):
                 self._changed |= due
                 self._wake.set()
             await asyncio.sleep(FLUSH_S)

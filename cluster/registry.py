@@ -37,7 +37,7 @@ class Registry:
     async def workers(self) -> list[WorkerRecord] | None:
         """Every registered worker, or None when Redis does not answer. A row that is not what a worker of that id
         would write is skipped, and that said once."""
-        rows = await self._store.call(self._read_rows)
+        rows = await self._store.call(self._read_rows, operation="workers")
         if rows is None:
             return None
         return [record for member, row in rows.items() if (record := self._decode(member, row)) is not None]
@@ -53,7 +53,7 @@ class Registry:
                 values: list[bytes | None] = await pipe.execute()
                 return values
 
-        values = await self._store.call(read)
+        values = await self._store.call(read, operation="loads")
         if values is None:
             return None
         pairs = zip(worker_ids, values, strict=True)
@@ -109,16 +109,16 @@ class Registration:
 
     async def run(self) -> None:
         while True:
-            was_there = await self._store.call(self._renew)
+            was_there = await self._store.call(self._renew, operation="renew")
             if was_there is False:
-                await self._store.call(lambda redis: self._tell(redis, "joined"))
+                await self._store.call(lambda redis: self._tell(redis, "joined"), operation="events")
                 await self._on_return()
             await asyncio.sleep(RENEW_S)
 
     async def leave(self) -> None:
         """Deregister. What Redis does not hear expires by itself."""
-        await self._store.call(self._remove)
-        await self._store.call(lambda redis: self._tell(redis, "left"))
+        await self._store.call(self._remove, operation="leave")
+        await self._store.call(lambda redis: self._tell(redis, "left"), operation="events")
 
     async def _renew(self, redis: Any) -> bool:
         """Write row and load with their expiry; True when the row of this epoch was still there."""

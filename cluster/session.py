@@ -8,10 +8,12 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine
+from functools import partial
 from typing import Generic, TypeVar
 
 from core.clock import Clock, loop_time
 from core.errors import WorkerLost
+from core.logs import about
 
 KEEPALIVE_S = 1.0
 SILENCE_S = 3.0
@@ -147,14 +149,15 @@ class SessionHost(ABC, Generic[Command, Event]):
         finally:
             events.close()
 
-    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run `work`, holding a reference to it until it ends. An exception that it did not expect is logged."""
+    def spawn(self, work: Coroutine[None, None, None], request_id: str = "") -> asyncio.Task[None]:
+        """Run `work`, holding a reference to it until it ends. An exception that it did not expect is logged, with
+        the request that it was for."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(partial(self._ended, request_id))
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s failed", task.get_coro(), exc_info=error)
+            logger.error("%s failed", task.get_coro(), exc_info=error, extra=about(request_id))

@@ -27,8 +27,10 @@ OPEN_S = 1.0
 MAX_CALLS = 32
 MAX_TOLD = 100
 
-CALLS = Histogram("tandem_redis_call_seconds", "Time of calls to Redis that answered.")
-FAILURES = Counter("tandem_redis_failures_total", "Calls to Redis that failed or came too late.", ["reason"])
+CALLS = Histogram("tandem_redis_call_seconds", "Time of calls to Redis that answered.", ["operation"])
+FAILURES = Counter(
+    "tandem_redis_failures", "Calls to Redis that failed or came too late.", ["operation", "reason"]
+)
 
 
 class Store:
@@ -45,10 +47,14 @@ class Store:
         self._calls = asyncio.Semaphore(MAX_CALLS)
 
     async def call(
-        self, make: Callable[[Any], Awaitable[Answer]], limit_s: float = CALL_LIMIT_S
+        self,
+        make: Callable[[Any], Awaitable[Answer]],
+        limit_s: float = CALL_LIMIT_S,
+        operation: str = "other",
     ) -> Answer | None:
         """The answer of `make(redis)`, or None when there was none within `limit_s`, it was an error, or the breaker
-        is open. At most MAX_CALLS have a connection at a time: redis-py refuses more than its pool has."""
+        is open. At most MAX_CALLS have a connection at a time: redis-py refuses more than its pool has. `operation`
+        is its name among the measurements."""
         if self._clock() < self._open_until_s:
             return None
         started_s = self._clock()
@@ -56,20 +62,20 @@ class Store:
             async with _cancellable(), asyncio.timeout(limit_s), self._calls:
                 answer = await make(self.redis)
         except ResponseError as error:
-            self._refused(error)
+            self._refused(operation, error)
             return None
         except (RedisError, OSError, TimeoutError) as error:
-            self._failed(error)
+            self._failed(operation, error)
             return None
-        CALLS.observe(self._clock() - started_s)
+        CALLS.labels(operation).observe(self._clock() - started_s)
         self._answered()
         return answer
 
     async def close(self) -> None:
         await self.redis.aclose()
 
-    def _failed(self, error: Exception) -> None:
-        FAILURES.labels(reason=type(error).__name__).inc()
+    def _failed(self, operation: str, error: Exception) -> None:
+        FAILURES.labels(operation, type(error).__name__).inc()
         self._num_failures += 1
         if self._num_failures < FAILURES_TO_OPEN:
             return
@@ -79,10 +85,10 @@ class Store:
             reason = f"{type(error).__name__}: {error}"
             logger.warning("Redis does not answer (%s): serving on the last view of the cluster", reason)
 
-    def _refused(self, error: Exception) -> None:
+    def _refused(self, operation: str, error: Exception) -> None:
         """Redis is there but does not take this call, or what stands in it is not what was expected: said once for
         each reason. redis-py puts the command, which differs each time, before the reason of a pipeline's error."""
-        FAILURES.labels(reason=type(error).__name__).inc()
+        FAILURES.labels(operation, type(error).__name__).inc()
         self._answered()
         reason = str(error).rpartition("of pipeline caused error: ")[2]
         if reason not in self._told and len(self._told) < MAX_TOLD:

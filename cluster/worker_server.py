@@ -40,7 +40,8 @@ SERVER_OPTIONS = (
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """The network side of one worker. `listen` is host:port (port 0: a free one); `advertised_host` is the name that
-    gateways and peers use, the bound host unless given; `connector` one of kv_transfer's or `auto`."""
+    gateways and peers use, the bound host unless given; `connector` one of kv_transfer's or `auto`; spans go to
+    `otlp`, if anywhere."""
 
     worker_id: WorkerId
     model: str
@@ -51,6 +52,7 @@ class WorkerConfig:
     connector: str = "auto"
     transfer_port: int = 0
     drain_s: float = DRAIN_S
+    otlp: str | None = None
 
     @property
     def host(self) -> str:

@@ -45,13 +45,15 @@ class ModelNotFound(TandemError):
 
 
 class Busy(TandemError):
-    """A bound was reached; nothing was done. `retry_after_s` is an estimate."""
+    """A bound was reached; nothing was done. `retry_after_s` is an estimate; `tier` is the one that is behind, if
+    that is why."""
 
     code = ErrorCode.BUSY
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0, tier: str = "") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.tier = tier
 
 
 class Unavailable(TandemError):

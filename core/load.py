@@ -2,6 +2,38 @@
 
 from dataclasses import dataclass, field
 
+STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a worker's transfers over one connector have carried, without framing, and how long they took while they
+    had something to send. Those that failed count with what they sent."""
+
+    connector: str
+    num_transfers: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What an engine has done since its start: nothing here ever shrinks. `steps_by_time` and `steps_by_batch`
+    count its steps by STEP_BOUNDS_S and BATCH_BOUNDS, each up to its bound, the last beyond all; `steps_s` and
+    `num_batched` are the sums of their durations and sequences. Tokens are those whose KV was computed: of prompts,
+    of outputs, and again after a preemption."""
+
+    steps_by_time: tuple[int, ...] = ()
+    steps_s: float = 0.0
+    steps_by_batch: tuple[int, ...] = ()
+    num_batched: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_preemptions: int = 0
+    sent: tuple[Sent, ...] = ()
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -22,3 +54,4 @@ class Load:
     sequence: int = 0
     is_draining: bool = False
     num_suspended: int = 0
+    counts: Counts = field(default_factory=Counts)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+from cluster.tracing import start_tracing
 from cluster.worker_server import LoadingLog, WorkerConfig, WorkerServer
 from core.errors import EngineFailed
 from core.grant import GrantSigner
@@ -37,7 +38,8 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     receivers = create_receivers([config.connector], engine.region, identity, signer.verify, options)
     await receivers.start()
     granter = Granter(config.worker_id, server.epoch, signer, receivers)
-    service = DecodeService(convert.hello_to_proto(record), engine, granter, server.publisher)
+    tracing = start_tracing(config.otlp, "tandem-decode", config.worker_id)
+    service = DecodeService(convert.hello_to_proto(record), engine, granter, server.publisher, tracing)
     session_pb2_grpc.add_DecodeServicer_to_server(service, server.server)
     names = [session_pb2.DESCRIPTOR.services_by_name["Decode"].full_name]
     follow = asyncio.create_task(service.follow_engine())
@@ -53,3 +55,4 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     finally:
         await receivers.close()
         await engine.stop()
+        await tracing.close()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from cluster.block_index import BlockPublisher
 from cluster.handoff_host import Entry, HandoffHost
 from cluster.session import Outbox
+from cluster.tracing import NO_TRACING, Tracing
 from core.errors import StaleEpoch, TandemError, error_from
 from core.ids import HandoffId
 from core.load import Load
@@ -43,9 +44,14 @@ class DecodeService(
     """Between gateways, the engine process and the connectors, whose copies run in threads of their own."""
 
     def __init__(
-        self, hello: pb.WorkerHello, engine: EngineProcess, granter: Granter, publisher: BlockPublisher
+        self,
+        hello: pb.WorkerHello,
+        engine: EngineProcess,
+        granter: Granter,
+        publisher: BlockPublisher,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
-        super().__init__(granter.epoch)
+        super().__init__(granter.epoch, tracing)
         self._hello = hello
         self._engine = engine
         self._granter = granter
@@ -90,7 +96,8 @@ class DecodeService(
         if not self.may_start(handoff_id, reserve.worker.epoch, events):
             return
         handoff = DecodeHandoff(handoff_id, reserve.deadline_s, self._receivers)
-        self.admit(handoff, events, reserve.deadline_s)
+        entry = self.admit(handoff, events, reserve.deadline_s, reserve.trace_parent)
+        entry.trace.begin("decode.run" if reserve.is_local else "decode.reserve")
         params = convert.sampling_from_proto(reserve.sampling)
         prompt, output = list(reserve.prompt_ids), list(reserve.output_ids)
         self._engine.send(
@@ -114,6 +121,10 @@ class DecodeService(
             num_bytes=handoff.num_blocks * self._block_bytes,
             connector=seal.connector,
         )
+        entry.trace.end(
+            "decode.receive", {"tandem.num_bytes": verified.num_bytes, "tandem.connector": seal.connector}
+        )
+        entry.trace.begin("decode.run")
         entry.events.put(pb.DecodeEvent(seal_verified=verified))
 
     async def end_work(self, entry: DecodeEntry) -> None:
@@ -146,6 +157,7 @@ class DecodeService(
                 entry.events.put(_token(event))
                 if event.finish_reason and entry.ending is None:  # else its abort is answered
                     entry.handoff.finish()
+                    entry.trace.end("decode.run", {"tandem.num_tokens": event.position + 1})
                     self.forget(event.id)
             case PromptScores():
                 scores = convert.scores_to_proto(event.id, event.position, event.scores)
@@ -165,7 +177,9 @@ class DecodeService(
             self.fail(entry, error)
             return
         entry.handoff.granted(grant)
-        entry.task = self.spawn(self._receive(entry))
+        entry.trace.end("decode.reserve")
+        entry.trace.begin("decode.receive")
+        entry.task = self.spawn(self._receive(entry), entry.handoff.id.request_id)
         entry.events.put(pb.DecodeEvent(granted=pb.DecodeGranted(grant=convert.grant_to_proto(grant))))
 
     def failed(self, handoff_id: HandoffId, error: TandemError) -> pb.DecodeEvent:

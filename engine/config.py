@@ -1,10 +1,11 @@
 """What an engine is told at its start. Read once, passed down, never changed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from core.block_hash import HASH_BLOCK_TOKENS
 from core.kv_spec import DType
+from core.logs import LogForm
 
 MAX_LOCAL_TOKENS = 1024
 
@@ -38,6 +39,7 @@ class EngineConfig:
     num_threads: int = 1
     borrowed_cores: tuple[int, ...] = ()
     weights: WeightForm = WeightForm.STORED
+    log: LogForm = field(default_factory=LogForm)
     max_local_tokens: int = MAX_LOCAL_TOKENS
     pace_s: float = 0.0
 

@@ -9,6 +9,7 @@ from core.ids import BlockId, HandoffId
 from core.sampling import SamplingParams
 from engine.guided import Guide, GuideFactory
 from engine.scheduler import Progress, Sampled, Scheduler, Work
+from engine.step_counts import StepCounts
 
 
 class Runner(Protocol):
@@ -39,6 +40,7 @@ class Engine:
         self.runner = runner
         self.take_in = take_in
         self.guides = guides
+        self.counts = StepCounts()
         self.step_s = 0.0
         self._recent_tokens = 0.0
         self._recent_s = 0.0
@@ -54,7 +56,9 @@ class Engine:
         self.on_scheduled(self.work)
         sampled = self.runner.run(self.work)
         progress = self.scheduler.commit(self.work, sampled)
-        self.note_step(self.scheduler.clock() - started_s, sum(item.num_tokens for item in self.work))
+        step_s = self.scheduler.clock() - started_s
+        self.counts.note(self.work, step_s)
+        self.note_step(step_s, sum(item.num_tokens for item in self.work))
         return progress
 
     def guide(self, params: SamplingParams) -> Guide | None:

@@ -124,6 +124,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_reserved_places = 0
+        self.num_preemptions = 0
         self._arrivals = count()
         self._masks = MaskShare(clock)
 
@@ -365,6 +366,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.pool.release(self.detach(sequence))
+        self.num_preemptions += 1
+        sequence.num_lost = max(sequence.num_lost, sequence.num_computed)
         sequence.num_computed = 0
         if sequence.is_scored:
             sequence.scores.clear()

@@ -23,11 +23,11 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True)
 class Sequence:
-    """Mutable, owned by one scheduler. `credit` is how many tokens may still be made before
-    the reader must ask for more; `queue_s` is how long it last waited for a step. `arrival` numbers the sequences of
-    a scheduler; `num_forced` counts those preemptions that a lack of credit does not explain. `rules` are the
-    runner's, made when they are first needed; `guide` is there when params.grammar is. `scores` are of its prompt's
-    tokens, from the runner to whoever reports them."""
+    """Mutable, owned by one scheduler. `credit` is how many tokens may still be made before the reader must ask for
+    more; `queue_s` is how long it last waited for a step. `arrival` numbers a scheduler's sequences; `num_forced`
+    counts those preemptions that a lack of credit does not explain, `num_lost` the tokens that were computed before
+    one. `rules` are the runner's, made when they are first needed; `guide` is there when params.grammar is. `scores`
+    are of its prompt's tokens, from the runner to whoever reports them."""
 
     id: HandoffId
     tokens: list[int]
@@ -42,6 +42,7 @@ class Sequence:
     num_cached: int = 0
     num_preemptions: int = 0
     num_forced: int = 0
+    num_lost: int = 0
     waits_since_s: float | None = None
     queue_s: float = 0.0
     rules: LogitRules | None = None

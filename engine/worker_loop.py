@@ -17,6 +17,7 @@ from core.clock import monotonic
 from core.errors import TandemError
 from core.kv_region import KVRegion
 from core.load import Load
+from core.logs import about, set_up_logs
 from engine.block_pool import CacheChange
 from engine.channel import EngineChannel
 from engine.config import EngineConfig
@@ -91,7 +92,8 @@ def step_or_fail(tier: Tier) -> bool:
     except Exception as error:
         if not tier.engine.work:
             raise
-        logger.exception("engine step failed")
+        names = ",".join(dict.fromkeys(item.sequence.id.request_id for item in tier.engine.work))
+        logger.exception("engine step failed", extra=about(names))
         tier.fail_step(error)
         return True
 
@@ -116,6 +118,7 @@ def report(tier: Tier) -> Report:
         tokens_per_s=tier.engine.tokens_per_s,
         blocks_by_state={state.value: count for state, count in scheduler.pool.counts.items()},
         num_suspended=scheduler.num_suspended,
+        counts=tier.engine.counts.read(scheduler.num_preemptions),
     )
     events, tier.events = tier.events, []
     changes: list[CacheChange] = scheduler.pool.drain_changes()
@@ -131,9 +134,9 @@ def worker_main(make_tier: Callable[[Engine, EngineGeometry], Tier], is_sender: 
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    channel = EngineChannel(socket.socket(fileno=args.channel_fd))
     config = msgspec.json.decode(args.config, type=EngineConfig)
+    set_up_logs(config.log)
+    channel = EngineChannel(socket.socket(fileno=args.channel_fd))
     from kernels.cpu import crew  # torch comes with it
 
     try:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from core.clock import loop_time
 from core.sampling import SamplingParams
 from gateway.text.chat import Chat
 from gateway.text.grammar import OutputForm
@@ -9,6 +10,16 @@ from gateway.text.grammar import OutputForm
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When a request came, on the event loop's clock (now, unless said otherwise), how long its client allows from
+    then on, and the client's span, in the form of the header traceparent."""
+
+    at_s: float = field(default_factory=loop_time)
+    allowed_s: float | None = None
+    trace_parent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ class GatewayConfig:
     """`model` is a directory, a GGUF file or `smollm2`; `model_id` is what clients write (derived from `model` unless
     given). `http` and `grpc` are host:port, port 0 picks a free one. A client that takes nothing of its stream for
     `stall_limit_s` loses it; a request that would wait for longer than `max_queue_s` is refused at once. Prompts of
-    which a decode worker lacks at most `max_local_tokens` are computed there."""
+    which a decode worker lacks at most `max_local_tokens` are computed there. Spans go to `otlp`, if anywhere."""
 
     model: str = "smollm2"
     model_id: str | None = None
@@ -21,6 +21,7 @@ class GatewayConfig:
     request_timeout_s: float = 600.0
     stall_limit_s: float = 60.0
     max_queue_s: float = 10.0
+    otlp: str | None = None
     max_local_tokens: int = 0
 
     def __post_init__(self) -> None:

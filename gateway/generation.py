@@ -12,7 +12,8 @@ from core.scores import PromptScore
 class GenerationRequest:
     """One validated, tokenised choice. `chain` holds the hashes of the prompt's full blocks; `deadline_s` is what
     the client allows in all; `client_request_id` is for abort and logs, never a key. With a `leader`, a choice of the
-    same prompt, it starts when that one's blocks are where it decodes (or when it has ended)."""
+    same prompt, it starts when that one's blocks are where it decodes (or when it has ended). `arrived_s` is when it
+    came, on the event loop's clock (None: it does now); `trace_parent` names its span, if it is traced."""
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
@@ -20,6 +21,8 @@ class GenerationRequest:
     deadline_s: float = 600.0
     client_request_id: str = ""
     leader: "GenerationRequest | None" = None
+    arrived_s: float | None = None
+    trace_parent: str = ""
     request_id: RequestId = field(default_factory=new_request_id)
 
     def lacks_scores(self, scores: Sequence[PromptScore]) -> bool:

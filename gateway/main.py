@@ -17,9 +17,9 @@ from cluster.block_index import BlockIndex
 from cluster.handoff_rows import HandoffRows
 from cluster.registry import Registry
 from cluster.store import Store
+from cluster.tracing import start_tracing
 from core.model_path import public_name, resolve_model
 from core.ready_file import write_ready_file
-from core.worker import Role
 from gateway.config import GatewayConfig
 from gateway.front import grpc_server
 from gateway.front.body_parser import BodyParser
@@ -46,13 +46,16 @@ async def serve(config: GatewayConfig) -> int:
     index = BlockIndex(store)
     model_id = config.model_id or public_name(config.model)
     fleet = Fleet(Registry(store), model_id, index)
-    metrics = GatewayMetrics(lambda: [worker for role in Role for worker in fleet.candidates(role)])
+    metrics = GatewayMetrics(lambda: fleet.links)
     rows = HandoffRows(store)
     orchestrator = Orchestrator(
         fleet, index, rows, metrics, Admission(config.max_queue_s), config.max_local_tokens
     )
     grammars = GrammarChecker(model)
-    serving = Serving(model_id, tokenizer, fleet, orchestrator, metrics, grammars, config.request_timeout_s)
+    tracing = start_tracing(config.otlp, "tandem-gateway", fleet.gateway_id)
+    serving = Serving(
+        model_id, tokenizer, fleet, orchestrator, metrics, grammars, config.request_timeout_s, tracing
+    )
     loops = {"discovery": fleet.run, "handoff rows": rows.run}
     background = [asyncio.create_task(keep_running(name, loop)) for name, loop in loops.items()]
     gc.collect()
@@ -65,6 +68,7 @@ async def serve(config: GatewayConfig) -> int:
         await asyncio.gather(*background, return_exceptions=True)
         await grammars.close()
         await store.close()
+        await tracing.close()
     return 0
 
 
@@ -81,7 +85,13 @@ async def _run_fronts(config: GatewayConfig, serving: Serving, listener: socket.
     bodies = BodyParser()
     front = HttpFront(serving, bodies, config.max_body_bytes)
     http = _HttpServer(
-        uvicorn.Config(front.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=STOP_S)
+        uvicorn.Config(
+            front.app,
+            log_config=None,
+            log_level="warning",
+            lifespan="off",
+            timeout_graceful_shutdown=STOP_S,
+        )
     )
     rpc, healthy = grpc_server.create_server(serving, bodies, config.stall_limit_s)
     try:

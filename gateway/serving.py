@@ -4,18 +4,19 @@ Ask ──prepare()──► Answer ──chunks()──► TextChunk ... TextCh
 """
 
 import asyncio
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from cluster.tracing import NO_TRACING, Span, Tracing
 from core.block_hash import hash_chain
 from core.errors import Busy, InvalidRequest, ModelNotFound, TandemError, Unavailable
 from core.ids import BlockHash
+from core.logs import serve_request
 from core.sampling import SamplingParams
 from core.worker import Role
 from gateway.answer import Answer
-from gateway.ask import Ask, Prompt
+from gateway.ask import Arrival, Ask, Prompt
 from gateway.generation import GenerationRequest
 from gateway.metrics import GatewayMetrics
 from gateway.routing.fleet import Fleet
@@ -46,6 +47,7 @@ class Serving:
         metrics: GatewayMetrics,
         grammars: GrammarChecker,
         timeout_s: float,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self.model_id = model_id
         self.tokenizer = tokenizer
@@ -55,6 +57,7 @@ class Serving:
         self.grpc_address = ""
         self._grammars = grammars
         self._timeout_s = timeout_s
+        self._tracing = tracing
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFound."""
@@ -103,29 +106,48 @@ class Serving:
         self._check_vocabulary("tokens", token_ids)
         return await asyncio.to_thread(self.tokenizer.decode, token_ids, skips_special_tokens=False)
 
-    async def prepare(self, ask: Ask, deadline_s: float | None = None) -> Answer:
-        """Everything a client can get wrong is refused here, before any work. `deadline_s` is what the client allows,
-        if it says so; the gateway's own limit holds in any case."""
+    async def prepare(self, ask: Ask, arrival: Arrival | None = None) -> Answer:
+        """Everything a client can get wrong is refused here, before any work. It arrives now unless said otherwise;
+        the gateway's own limit of its time holds whatever the client allows."""
+        arrival = arrival or Arrival()
+        span = self._tracing.request("request", arrival.trace_parent, arrival.at_s)
         try:
-            self.check_model(ask.model)
-            self.orchestrator.check_room()
-            sampling = await self._sampling(ask)
-            prompts = [await self._prepare_prompt(ask, prompt) for prompt in ask.prompts]
-            _check_scores(ask, _repeated(prompts, ask))
-            allowed_s = min(self._timeout_s, math.inf if deadline_s is None else deadline_s)
-            requests = self._requests(ask, sampling, prompts, allowed_s)
-            generations = self.orchestrator.begin(requests)
+            answer = await self._admit(ask, arrival, span)
         except TandemError as error:
-            self.metrics.requests.labels(outcome=error.code.value).inc()
-            self.orchestrator.recent.rates.now().num_refused += isinstance(error, Busy | Unavailable)
+            self.refused(error)
+            span.end(attributes={"tandem.outcome": error.code.value}, error=str(error))
             raise
+        self.metrics.admissions.labels(outcome="admitted", tier="").inc()
+        serve_request(answer.request_id)
+        return answer
+
+    def refused(self, error: TandemError) -> None:
+        """Count a request that came to nothing, here or before it got here."""
+        self.metrics.requests.labels(outcome=error.code.value).inc()
+        if isinstance(error, Busy | Unavailable):
+            tier = error.tier if isinstance(error, Busy) else ""
+            self.metrics.admissions.labels(outcome=error.code.value, tier=tier or "gateway").inc()
+            self.orchestrator.recent.rates.now().num_refused += 1
+
+    async def _admit(self, ask: Ask, arrival: Arrival, span: Span) -> Answer:
+        self.check_model(ask.model)
+        self.orchestrator.check_room()
+        sampling = await self._sampling(ask)
+        prompts = [await self._prepare_prompt(ask, prompt) for prompt in ask.prompts]
+        _check_scores(ask, _repeated(prompts, ask))
+        requests = self._requests(ask, sampling, prompts, arrival, span.trace_parent)
+        generations = self.orchestrator.begin(requests)
         choices = [
             self._text_generation(ask, prompt, index, generation)
             for index, (generation, prompt) in enumerate(
                 zip(generations, _repeated(prompts, ask), strict=True)
             )
         ]
-        return Answer(choices, [len(prompt.ids) for prompt in prompts], ask.n, self.metrics)
+        prompt_lens = [len(prompt.ids) for prompt in prompts]
+        return Answer(choices, prompt_lens, ask.n, self.metrics, span, ask.client_request_id)
+
+    def _allowed_s(self, arrival: Arrival) -> float:
+        return self._timeout_s if arrival.allowed_s is None else min(self._timeout_s, arrival.allowed_s)
 
     async def _prepare_prompt(self, ask: Ask, prompt: Prompt) -> "PreparedPrompt":
         ids = await self.tokenize(prompt)
@@ -140,7 +162,12 @@ class Serving:
         return await asyncio.to_thread(self.tokenizer.decode, ids) if prompt.text is None else prompt.text
 
     def _requests(
-        self, ask: Ask, sampling: SamplingParams, prompts: Sequence["PreparedPrompt"], allowed_s: float
+        self,
+        ask: Ask,
+        sampling: SamplingParams,
+        prompts: Sequence["PreparedPrompt"],
+        arrival: Arrival,
+        trace_parent: str,
     ) -> list[GenerationRequest]:
         """One for each choice. A prompt's first one is its leader: the others wait until its blocks are on a decode
         worker, and find them cached on both tiers."""
@@ -152,7 +179,14 @@ class Serving:
                 if leader is not None:
                     own = replace(own, num_prompt_logprobs=-1)
                 request = GenerationRequest(
-                    prompt.ids, own, prompt.chain, allowed_s, ask.client_request_id, leader=leader
+                    prompt.ids,
+                    own,
+                    prompt.chain,
+                    self._allowed_s(arrival),
+                    ask.client_request_id,
+                    leader,
+                    arrival.at_s,
+                    trace_parent,
                 )
                 leader = leader or request
                 requests.append(request)

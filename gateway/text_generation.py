@@ -1,14 +1,15 @@
 """One choice as text: the tokens of a generation, cut where a stop string or token ends it. Knows no protocol."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
 from core.scores import PromptScore
 from gateway.generation import OutputToken
+from gateway.routing.live import HandoffReport
 from gateway.routing.orchestrator import Generation
 from gateway.text.text_stream import TextStream
 from gateway.text.tool_calls import CallDelta, Parsed, ToolCallParser
-from gateway.timing import Timing
+from gateway.timing import StageSpan, Timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,14 @@ class TextGeneration:
     def num_cached_tokens(self) -> int:
         """Of the prompt, in the prefill worker's cache."""
         return self._generation.report.num_cached_tokens
+
+    @property
+    def report(self) -> HandoffReport:
+        return self._generation.report
+
+    @property
+    def stage_spans(self) -> Sequence[StageSpan]:
+        return self._generation.stage_spans
 
     @property
     def timing(self) -> Timing:

@@ -14,6 +14,7 @@ from core.errors import Cancelled, StaleEpoch, TandemError, TransferFailed, erro
 from core.grant import Grant, RunDigest, Seal
 from core.ids import BlockId
 from core.kv_region import KVRegion
+from core.logs import about_handoff
 from kernels.digest import digest
 from kv_transfer.base import Identity, KVSender, KVTransfer, Run, Tap, TransferOptions
 from kv_transfer.channel import Channel
@@ -149,7 +150,7 @@ class LinkTransfer(KVTransfer):
         try:
             await self._link.channel.send(Quiet(self._number))
         except TransferFailed as error:
-            logger.info("%s: the receiver is gone: %s", self._grant.handoff_id, error)
+            logger.info("the receiver is gone: %s", error, extra=about_handoff(self._grant.handoff_id))
 
     async def _run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run one uninterruptible part: if the caller is cancelled it goes on, and `idle` waits for it."""

@@ -5,9 +5,11 @@ computed blocks  [ ready, sent | ready | not yet computed ]      of those the gr
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from core.clock import loop_time
 from core.errors import TransferFailed
 from core.grant import Grant, Seal
 from core.handoff import Handoff, HandoffState
@@ -26,7 +28,8 @@ class Delivered(NamedTuple):
 
 
 class PrefillHandoff:
-    """Fed by the engine's events; `deliver()` is the life of its transfer. One task runs it."""
+    """Fed by the engine's events; `deliver()` is the life of its transfer. One task runs it. `send_s` is how long it
+    has taken while there was something to send, over `connector`."""
 
     def __init__(
         self, handoff_id: HandoffId, num_prompt_tokens: int, num_output_tokens: int, block_size: int
@@ -40,6 +43,8 @@ class PrefillHandoff:
         self._first: First | None = None
         self._changed = asyncio.Event()
         self._transfer: KVTransfer | None = None
+        self.connector = ""
+        self.send_s = 0.0
         self.lifetime = Handoff()
 
     def started(self, block_ids: list[BlockId], num_cached_tokens: int, num_tokens: int) -> None:
@@ -62,20 +67,35 @@ class PrefillHandoff:
         then there is no seal, decode must not go on. Raises TransferFailed."""
         self._check(grant)
         address = senders.choose(grant.addresses)
+        self.connector = scheme_of(address)
         opened = self._transfer = await senders.open(grant, address)
         self.lifetime.advance(HandoffState.RECEIVING)
         position = 0
         while position < len(grant.block_ids):
             num_ready = await self._wait_ready(grant, position)
-            await opened.send(list(self._runs(grant, position, num_ready)))
+            with self._sending():
+                await opened.send(list(self._runs(grant, position, num_ready)))
             position = num_ready
         first = await self._wait_first()
         if all(token.is_finished for token in first.first_tokens):
             return None
-        await opened.seal(self._make_seal(first, grant, identity, scheme_of(address)))
+        with self._sending():
+            await opened.seal(self._make_seal(first, grant, identity, self.connector))
         if self.lifetime.state is HandoffState.RECEIVING:  # its verification may have been heard of already
             self.lifetime.advance(HandoffState.SEALED)
-        return Delivered(opened.num_bytes_sent, scheme_of(address))
+        return Delivered(opened.num_bytes_sent, self.connector)
+
+    @property
+    def num_bytes_sent(self) -> int:
+        return self._transfer.num_bytes_sent if self._transfer is not None else 0
+
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
+        began_s = loop_time()
+        try:
+            yield
+        finally:
+            self.send_s += loop_time() - began_s
 
     def released(self) -> None:
         """Its seal was verified."""

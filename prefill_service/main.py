@@ -6,6 +6,7 @@ import os
 
 import msgspec
 
+from cluster.tracing import start_tracing
 from cluster.worker_server import LoadingLog, WorkerConfig, WorkerServer
 from core.errors import EngineFailed
 from core.kv_region import KVRegion
@@ -38,7 +39,9 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     ucx_port = config.transfer_port if config.connector == "ucx" else 0
     options = TransferOptions(config.host, config.advertised_host, config.transfer_port, ucx_port)
     senders = _make_senders(config.connector, engine.region, identity, options)
-    service = PrefillService(convert.hello_to_proto(record), identity, engine, senders, server.publisher)
+    tracing = start_tracing(config.otlp, "tandem-prefill", config.worker_id)
+    hello = convert.hello_to_proto(record)
+    service = PrefillService(hello, identity, engine, senders, server.publisher, tracing)
     session_pb2_grpc.add_PrefillServicer_to_server(service, server.server)
     names = [session_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name]
     follow = asyncio.create_task(service.follow_engine())
@@ -53,6 +56,7 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     finally:
         await service.senders.close()
         await engine.stop()
+        await tracing.close()
 
 
 def _make_senders(

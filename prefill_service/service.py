@@ -10,11 +10,13 @@ from dataclasses import replace
 from cluster.block_index import BlockPublisher
 from cluster.handoff_host import Entry, HandoffHost
 from cluster.session import Outbox
+from cluster.tracing import NO_TRACING, Tracing
 from core.errors import StaleEpoch, TandemError, error_from
 from core.grant import Grant
 from core.handoff import HandoffState
 from core.ids import HandoffId
 from core.load import Load
+from core.logs import about_handoff
 from engine.engine_process import EngineProcess
 from engine.messages import (
     AbortWork,
@@ -34,6 +36,7 @@ from kv_transfer.base import Identity
 from kv_transfer.connectors import SenderSet
 from kv_transfer.faults import FaultySender
 from prefill_service.handoff import PrefillHandoff
+from prefill_service.sent import SentCounts
 from proto import convert, session_pb2_grpc
 from proto import session_pb2 as pb
 
@@ -54,8 +57,10 @@ class PrefillService(
         engine: EngineProcess,
         senders: SenderSet | FaultySender,
         publisher: BlockPublisher,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
-        super().__init__(identity.epoch)
+        super().__init__(identity.epoch, tracing)
+        self._sent = SentCounts()
         self._hello = hello
         self._identity = identity
         self._publisher = publisher
@@ -75,8 +80,9 @@ class PrefillService(
 
     @property
     def load(self) -> Load:
-        """As the engine last told it."""
-        return replace(self._load, is_draining=self.is_draining)
+        """As the engine last told it, with what the transfers carried."""
+        counts = replace(self._load.counts, sent=self._sent.read())
+        return replace(self._load, is_draining=self.is_draining, counts=counts)
 
     async def Session(
         self, requests: AsyncIterator[pb.PrefillCommands], context: object
@@ -106,7 +112,8 @@ class PrefillService(
             return
         block_size = self._hello.kv_spec.block_size
         handoff = PrefillHandoff(handoff_id, len(start.prompt_ids), len(start.output_ids), block_size)
-        self.admit(handoff, events, start.deadline_s)
+        entry = self.admit(handoff, events, start.deadline_s, start.trace_parent)
+        entry.trace.begin("prefill.queue")
         takes_over = start.takes_over if self._retire(handoff_id, start.takes_over) else 0
         params = convert.sampling_from_proto(start.sampling)
         prompt, output = list(start.prompt_ids), list(start.output_ids)
@@ -120,7 +127,7 @@ class PrefillService(
         if not attempt or entry is None or entry.ending is not None:
             return False
         self.forget(entry.handoff.id)
-        self.spawn(self._end_retired(entry))
+        self.spawn(self._end_retired(entry), handoff_id.request_id)
         return True
 
     async def _end_retired(self, entry: PrefillEntry) -> None:
@@ -135,22 +142,30 @@ class PrefillService(
         elif entry.handoff.lifetime.state is HandoffState.PENDING and entry.ending is None:
             entry.handoff.lifetime.advance(HandoffState.GRANTED)
             self._engine.send(Granted(grant.handoff_id))
-            entry.task = self.spawn(self._deliver(entry, grant))
+            entry.task = self.spawn(self._deliver(entry, grant), grant.handoff_id.request_id)
 
     async def _deliver(self, entry: PrefillEntry, grant: Grant) -> None:
         """Blocks cross while later ones are computed; the seal goes last. A transfer that failed leaves the lease:
         the gateway has the blocks sent elsewhere, or aborts."""
         handoff_id = convert.handoff_id_to_proto(entry.handoff.id)
         try:
+            entry.trace.begin("prefill.send")
             delivered = await entry.handoff.deliver(grant, self.senders, self._identity)
         except TandemError as error:
-            logger.warning("transfer of %s failed: %s", entry.handoff.id, error)
+            logger.warning("transfer failed: %s", error, extra=about_handoff(entry.handoff.id))
+            entry.trace.close(str(error))
             entry.handoff.lifetime.end(HandoffState.FAILED)
             await entry.handoff.cancel()
             entry.events.put(self.failed(entry.handoff.id, error))
             return
+        finally:
+            self._sent.note(entry.handoff)
         if delivered is None:
             return
+        entry.trace.end(
+            "prefill.send",
+            {"tandem.num_bytes": delivered.num_bytes, "tandem.connector": delivered.connector},
+        )
         sealed = pb.PrefillSealed(
             handoff_id=handoff_id, num_bytes=delivered.num_bytes, connector=delivered.connector
         )
@@ -187,6 +202,8 @@ class PrefillService(
         match event:
             case Started():
                 entry.handoff.started(event.block_ids, event.num_cached_tokens, event.num_tokens)
+                entry.trace.end("prefill.queue")
+                entry.trace.begin("prefill.compute")
                 started = pb.PrefillStarted(
                     handoff_id=handoff_id,
                     num_cached_tokens=event.num_cached_tokens,
@@ -197,6 +214,7 @@ class PrefillService(
                 entry.handoff.computed(event.num_tokens)
             case First():
                 entry.handoff.sampled(event)
+                entry.trace.end("prefill.compute", {"tandem.num_tokens": entry.handoff.num_tokens})
                 pairs = zip(event.first_tokens, event.finish_reasons, strict=True)
                 tokens = [convert.first_token_to_proto(token, reason) for token, reason in pairs]
                 first = pb.PrefillFirstToken(handoff_id=handoff_id, first_tokens=tokens)

@@ -207,7 +207,7 @@ class Usage(_message.Message):
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "grant_wait_s", "transfer_s", "decode_queue_s", "first_step_s", "decode_s", "total_s", "time_to_first_token_s", "prefill_worker_id", "decode_worker_id", "connector", "kv_bytes", "num_attempts", "causes", "num_preemptions")
+    __slots__ = ("queue_s", "prefill_s", "grant_wait_s", "transfer_s", "decode_queue_s", "first_step_s", "decode_s", "total_s", "time_to_first_token_s", "prefill_worker_id", "decode_worker_id", "connector", "kv_bytes", "num_attempts", "causes", "num_preemptions", "prepare_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     GRANT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,7 @@ class Timing(_message.Message):
     NUM_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     CAUSES_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     grant_wait_s: float
@@ -240,7 +241,8 @@ class Timing(_message.Message):
     num_attempts: int
     causes: _containers.RepeatedScalarFieldContainer[str]
     num_preemptions: int
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., grant_wait_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ..., time_to_first_token_s: _Optional[float] = ..., prefill_worker_id: _Optional[str] = ..., decode_worker_id: _Optional[str] = ..., connector: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., causes: _Optional[_Iterable[str]] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+    prepare_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., grant_wait_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ..., time_to_first_token_s: _Optional[float] = ..., prefill_worker_id: _Optional[str] = ..., decode_worker_id: _Optional[str] = ..., connector: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., causes: _Optional[_Iterable[str]] = ..., num_preemptions: _Optional[int] = ..., prepare_s: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "choices", "usage")

@@ -7,7 +7,7 @@ from core.errors import Busy, EngineFailed, InvalidRequest, ModelNotFound, Tande
 from core.grant import FirstToken, Grant
 from core.ids import BlockId, Epoch, HandoffId, RequestId, WorkerId
 from core.kv_spec import DType, KVSpec
-from core.load import Load
+from core.load import Counts, Load, Sent
 from core.sampling import SamplingParams, Top
 from core.scores import PromptScore
 from core.worker import WorkerRecord
@@ -214,6 +214,7 @@ def load_to_proto(load: Load) -> pb.Load:
         tokens_per_s=load.tokens_per_s,
         is_draining=load.is_draining,
         num_suspended=load.num_suspended,
+        counts=_counts_to_proto(load.counts),
     )
 
 
@@ -230,6 +231,43 @@ def load_from_proto(message: pb.Load) -> Load:
         sequence=message.sequence,
         is_draining=message.is_draining,
         num_suspended=message.num_suspended,
+        counts=_counts_from_proto(message.counts),
+    )
+
+
+def _counts_to_proto(counts: Counts) -> pb.Counts:
+    return pb.Counts(
+        steps_by_time=counts.steps_by_time,
+        steps_s=counts.steps_s,
+        steps_by_batch=counts.steps_by_batch,
+        num_batched=counts.num_batched,
+        num_prompt_tokens=counts.num_prompt_tokens,
+        num_output_tokens=counts.num_output_tokens,
+        num_recomputed_tokens=counts.num_recomputed_tokens,
+        num_preemptions=counts.num_preemptions,
+        sent=[
+            pb.Sent(
+                connector=sent.connector,
+                num_transfers=sent.num_transfers,
+                num_bytes=sent.num_bytes,
+                seconds=sent.seconds,
+            )
+            for sent in counts.sent
+        ],
+    )
+
+
+def _counts_from_proto(message: pb.Counts) -> Counts:
+    return Counts(
+        steps_by_time=tuple(message.steps_by_time),
+        steps_s=message.steps_s,
+        steps_by_batch=tuple(message.steps_by_batch),
+        num_batched=message.num_batched,
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_output_tokens=message.num_output_tokens,
+        num_recomputed_tokens=message.num_recomputed_tokens,
+        num_preemptions=message.num_preemptions,
+        sent=tuple(Sent(s.connector, s.num_transfers, s.num_bytes, s.seconds) for s in message.sent),
     )
 
 

@@ -174,7 +174,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_blocks", "num_free_blocks", "num_queued_tokens", "num_running", "num_waiting", "step_s", "sequence", "blocks_by_state", "tokens_per_s", "is_draining", "num_suspended")
+    __slots__ = ("num_blocks", "num_free_blocks", "num_queued_tokens", "num_running", "num_waiting", "step_s", "sequence", "blocks_by_state", "tokens_per_s", "is_draining", "num_suspended", "counts")
     class BlocksByStateEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +193,7 @@ class Load(_message.Message):
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_SUSPENDED_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     num_free_blocks: int
     num_queued_tokens: int
@@ -204,4 +205,39 @@ class Load(_message.Message):
     tokens_per_s: float
     is_draining: bool
     num_suspended: int
-    def __init__(self, num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., step_s: _Optional[float] = ..., sequence: _Optional[int] = ..., blocks_by_state: _Optional[_Mapping[str, int]] = ..., tokens_per_s: _Optional[float] = ..., is_draining: _Optional[bool] = ..., num_suspended: _Optional[int] = ...) -> None: ...
+    counts: Counts
+    def __init__(self, num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., step_s: _Optional[float] = ..., sequence: _Optional[int] = ..., blocks_by_state: _Optional[_Mapping[str, int]] = ..., tokens_per_s: _Optional[float] = ..., is_draining: _Optional[bool] = ..., num_suspended: _Optional[int] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ...) -> None: ...
+
+class Counts(_message.Message):
+    __slots__ = ("steps_by_time", "steps_s", "steps_by_batch", "num_batched", "num_prompt_tokens", "num_output_tokens", "num_recomputed_tokens", "num_preemptions", "sent")
+    STEPS_BY_TIME_FIELD_NUMBER: _ClassVar[int]
+    STEPS_S_FIELD_NUMBER: _ClassVar[int]
+    STEPS_BY_BATCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_BATCHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    steps_by_time: _containers.RepeatedScalarFieldContainer[int]
+    steps_s: float
+    steps_by_batch: _containers.RepeatedScalarFieldContainer[int]
+    num_batched: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_recomputed_tokens: int
+    num_preemptions: int
+    sent: _containers.RepeatedCompositeFieldContainer[Sent]
+    def __init__(self, steps_by_time: _Optional[_Iterable[int]] = ..., steps_s: _Optional[float] = ..., steps_by_batch: _Optional[_Iterable[int]] = ..., num_batched: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., sent: _Optional[_Iterable[_Union[Sent, _Mapping]]] = ...) -> None: ...
+
+class Sent(_message.Message):
+    __slots__ = ("connector", "num_transfers", "num_bytes", "seconds")
+    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    connector: str
+    num_transfers: int
+    num_bytes: int
+    seconds: float
+    def __init__(self, connector: _Optional[str] = ..., num_transfers: _Optional[int] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...

@@ -2,7 +2,6 @@
 that a gateway or a client never loads torch."""
 
 import asyncio
-import logging
 import os
 import sys
 import tomllib
@@ -16,15 +15,16 @@ from bench.commands import bench, simulate_cluster, tune_options
 from core.errors import ModelLoadError, TandemError
 from core.ids import WorkerId, new_worker_id
 from core.kv_spec import DType
+from core.logs import FORMATS, LogForm, set_up_logs
 from core.model_path import public_name
 
 CONFIGURATION_MISTAKE = 2
 DTYPES = [dtype.value for dtype in DType]
 
 
-def run(work: Coroutine[Any, Any, int]) -> None:
+def run(work: Coroutine[Any, Any, int], log: LogForm) -> None:
     """Run a service to its end and exit with its status; a configuration mistake is one line and status 2."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logs(log)
     try:
         status = asyncio.run(work)
     except (ModelLoadError, ValueError, OSError) as error:
@@ -61,6 +61,22 @@ def _max_queue_option(command: Callable[..., None]) -> Callable[..., None]:
         show_default=True,
         help="Seconds; who would wait longer is refused with 429.",
     )(command)
+
+
+def _observing_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option(
+            "--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Of the log."
+        ),
+        click.option(
+            "--otlp",
+            default=None,
+            envvar=["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"],
+            help="Where spans go, over OTLP and gRPC, as http://127.0.0.1:4317 [nowhere].",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def _max_local_tokens_option(command: Callable[..., None]) -> Callable[..., None]:
@@ -161,13 +177,13 @@ def _worker_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _configs(role: str, options: dict[str, Any]) -> tuple[Any, Any]:
+def _configs(options: dict[str, Any]) -> tuple[Any, Any]:
     """The two halves of a worker's configuration from its options. Raises ValueError."""
     from cluster.worker_server import WorkerConfig
     from engine.config import EngineConfig, WeightForm
 
     worker = WorkerConfig(
-        worker_id=WorkerId(options["worker_id"] or new_worker_id(role)),
+        worker_id=WorkerId(options["worker_id"]),
         model=options["model_id"] or public_name(options["model"]),
         listen=options["listen"],
         advertised_host=options["advertise"],
@@ -176,6 +192,7 @@ def _configs(role: str, options: dict[str, Any]) -> tuple[Any, Any]:
         connector=options["connector"],
         transfer_port=options["transfer_port"],
         drain_s=options["drain"],
+        otlp=options["otlp"],
     )
     engine = EngineConfig(
         model=options["model"],
@@ -190,6 +207,7 @@ def _configs(role: str, options: dict[str, Any]) -> tuple[Any, Any]:
         max_local_tokens=options.get("max_local_tokens", 0),
         pace_s=options.get("pace", 0.0),
         borrowed_cores=options["borrow"],
+        log=LogForm(options["log_format"], worker.worker_id),
     )
     return worker, engine
 
@@ -198,6 +216,7 @@ def _configs(role: str, options: dict[str, Any]) -> tuple[Any, Any]:
 @_model_options
 @_engine_options
 @_worker_options
+@_observing_options
 def prefill(**options: Any) -> None:
     """Run one prefill worker in the foreground."""
     from prefill_service.main import serve
@@ -209,6 +228,7 @@ def prefill(**options: Any) -> None:
 @_model_options
 @_engine_options
 @_worker_options
+@_observing_options
 @_pace_option
 @click.option(
     "--max-local-tokens",
@@ -224,14 +244,16 @@ def decode(**options: Any) -> None:
 
 
 def _run_worker(serve: Callable[..., Coroutine[Any, Any, int]], role: str, options: dict[str, Any]) -> None:
+    options["worker_id"] = options["worker_id"] or new_worker_id(role)
+
     async def work() -> int:
         if options["advertise"] == "auto":
             from tandem.health import address_towards
 
             options["advertise"] = await address_towards(options["redis_url"])
-        return await serve(*_configs(role, options))
+        return await serve(*_configs(options))
 
-    run(work())
+    run(work(), LogForm(options["log_format"], options["worker_id"]))
 
 
 @main.command()
@@ -243,12 +265,13 @@ def _run_worker(serve: Callable[..., Coroutine[Any, Any, int]], role: str, optio
 @click.option("--ready-file", default=None, help="JSON written once requests can be served.")
 @_max_queue_option
 @_max_local_tokens_option
-def gateway(**options: Any) -> None:
+@_observing_options
+def gateway(log_format: str, **options: Any) -> None:
     """Run one gateway in the foreground."""
     from gateway.config import GatewayConfig
     from gateway.main import serve
 
-    run(serve(GatewayConfig(**options)))
+    run(serve(GatewayConfig(**options)), LogForm(log_format, "gateway"))
 
 
 @main.command()
@@ -282,6 +305,7 @@ def gateway(**options: Any) -> None:
 @_max_local_tokens_option
 @_pace_option
 @_engine_options
+@_observing_options
 def serve(ready_file: str | None, **options: Any) -> None:
     """Start a whole tandem on this host: MODEL is a directory, a GGUF file or smollm2."""
     from core.model_path import resolve_model
@@ -293,7 +317,7 @@ def serve(ready_file: str | None, **options: Any) -> None:
         can_borrow = not options.pop("no_borrow")
         return await supervisor.run(ServePlan(**options, can_borrow=can_borrow), ready_file)
 
-    run(work())
+    run(work(), LogForm(options["log_format"], "serve"))
 
 
 @main.command()

@@ -110,6 +110,7 @@ class AsyncClient:
                 finally:
                     call.cancel()
         finally:
+            stream.span.end()
             if not stream.is_over:
                 with contextlib.suppress(grpc.RpcError):
                     await self._stub.AbortRequest(_abort(stream.request_id), timeout=ABORT_TIMEOUT_S)
@@ -184,6 +185,7 @@ class Client:
                 finally:
                     call.cancel()
         finally:
+            stream.span.end()
             if not stream.is_over:
                 with contextlib.suppress(grpc.RpcError):
                     self._stub.AbortRequest(_abort(stream.request_id), timeout=ABORT_TIMEOUT_S)

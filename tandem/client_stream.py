@@ -10,13 +10,15 @@ from core.clock import Clock
 from core.errors import DeadlineExceeded, EngineFailed
 from proto import client_pb2 as pb
 from tandem.client_messages import Chunk, is_broken_connection, to_chunk, to_error
+from tandem.client_trace import ClientSpan
 
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 
 
 class ResumedStream:
-    """`call()`, `take()` each message, `broke()` and again `call()` after an error, until `is_over`."""
+    """`call()`, `take()` each message, `broke()` and again `call()` after an error, until `is_over`. Its `span` is
+    ended by whoever reads it."""
 
     def __init__(
         self,
@@ -27,6 +29,7 @@ class ResumedStream:
     ) -> None:
         self.request_id = request.client_request_id  # the gateway's own once it is known
         self.is_over = False
+        self.span = ClientSpan(request.client_request_id)
         self._request = request
         self._clock = clock
         self._until_s = None if deadline_s is None else clock() + deadline_s
@@ -38,7 +41,7 @@ class ResumedStream:
     def call(self, stub: Any) -> Any:
         """The call that yields what comes next. The first one sends the request."""
         if not self._token:
-            return stub.GenerateStream(self._request, timeout=self._left_s())
+            return stub.GenerateStream(self._request, timeout=self._left_s(), metadata=self.span.metadata)
         position = pb.ResumeStreamRequest(resume_token=self._token, offset=self._num_received)
         return stub.ResumeStream(position, timeout=self._left_s())
 
@@ -67,7 +70,9 @@ class ResumedStream:
         can_resume = is_broken_connection(error) and self._token and self._num_resumes < self._max_resumes
         if not can_resume:
             self.is_over = True
-            raise to_error(error) from error
+            told = to_error(error)
+            self.span.end(told)
+            raise told from error
         pause_s = min(FIRST_PAUSE_S * 2.0**self._num_resumes, MAX_PAUSE_S)
         self._num_resumes += 1
         left_s = self._left_s()

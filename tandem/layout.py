@@ -35,6 +35,8 @@ class ServePlan:
     max_local_tokens: int
     pace: float
     can_borrow: bool
+    log_format: str = "text"
+    otlp: str | None = None
 
     def __post_init__(self) -> None:
         counts = (self.num_prefill, self.num_decode)
@@ -87,6 +89,7 @@ def plan_gateway(plan: ServePlan, ready_file: str, cores: Sequence[int]) -> Chil
     command = (*_tandem("gateway"), "--model", plan.model, "--http", plan.http, "--grpc", plan.grpc)
     command += ("--redis-url", plan.redis_url, "--ready-file", ready_file)
     command += ("--max-queue", str(plan.max_queue_s), "--max-local-tokens", str(plan.max_local_tokens))
+    command += _observing(plan)
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return ChildPlan("gateway", command, tuple(cores), 1)
 
@@ -108,13 +111,17 @@ def _worker_command(
         str(num_threads),
     )
     command += ("--block-size", str(plan.block_size), "--max-batch", str(plan.max_batch))
-    command += ("--token-budget", str(plan.token_budget))
+    command += ("--token-budget", str(plan.token_budget), *_observing(plan))
     command += ("--borrow", ",".join(map(str, borrowed))) if borrowed else ()
     command += ("--max-local-tokens", str(ANY_PROMPT)) if plan.num_colocated else ()
     command += ("--pace", str(plan.pace)) if role is Role.DECODE and plan.pace else ()
     command += ("--num-blocks", str(plan.num_blocks)) if plan.num_blocks else ()
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return command
+
+
+def _observing(plan: ServePlan) -> tuple[str, ...]:
+    return ("--log-format", plan.log_format, *(("--otlp", plan.otlp) if plan.otlp else ()))
 
 
 def _tandem(command: str) -> tuple[str, ...]:

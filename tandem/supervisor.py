@@ -29,8 +29,9 @@ CONFIGURATION_MISTAKE = 2
 class Child:
     """One supervised process. `run()` keeps it alive until `stop()`."""
 
-    def __init__(self, plan: ChildPlan) -> None:
+    def __init__(self, plan: ChildPlan, log_format: str = "text") -> None:
         self.plan = plan
+        self._log_format = log_format
         self._process: asyncio.subprocess.Process | None = None
         self._is_stopping = False
 
@@ -78,10 +79,16 @@ class Child:
         return await self._process.wait()
 
     async def _relay_log(self, process: asyncio.subprocess.Process) -> None:
-        """Each line of the child's log, with its name before it."""
+        """Each line of the child's log, with its name before it; JSON lines say themselves whose they are, and what
+        is none becomes one."""
         assert process.stdout is not None
         async for line in process.stdout:
-            sys.stderr.write(f"{self.plan.name:<10} | {line.decode(errors='replace').rstrip()}\n")
+            text = line.decode(errors="replace").rstrip()
+            if self._log_format == "text":
+                text = f"{self.plan.name:<10} | {text}"
+            elif not text.startswith("{"):
+                text = json.dumps({"service": self.plan.name, "message": text})
+            sys.stderr.write(f"{text}\n")
 
 
 async def run(plan: ServePlan, ready_file: str | None) -> int:
@@ -121,8 +128,8 @@ async def _run_children(
     plan: ServePlan, gateway_file: Path, ready_file: str | None, stopping: asyncio.Event
 ) -> int:
     cores = sorted(os.sched_getaffinity(0))
-    children = [Child(child) for child in plan_workers(plan, cores)]
-    children.append(Child(plan_gateway(plan, str(gateway_file), cores)))
+    plans = [*plan_workers(plan, cores), plan_gateway(plan, str(gateway_file), cores)]
+    children = [Child(child, plan.log_format) for child in plans]
     running = {asyncio.create_task(child.run()) for child in children}
     announcing = asyncio.create_task(_announce(plan, gateway_file, ready_file, children))
     stopped = asyncio.create_task(stopping.wait())

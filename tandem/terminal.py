@@ -9,7 +9,7 @@ import click
 from tandem.client import Answer, AsyncClient, Chunk, Message, Prompt, Sampling
 from tandem.client_messages import to_answer
 
-STAGES = ("queue", "prefill", "grant_wait", "transfer", "decode_queue", "first_step", "decode")
+STAGES = ("prepare", "queue", "prefill", "grant_wait", "transfer", "decode_queue", "first_step", "decode")
 
 
 async def complete(address: str, prompt: str, max_tokens: int, temperature: float, seed: int | None) -> None:

@@ -34,6 +34,7 @@ from gateway.timing import STAGES
 
 REFRESH_S = 1.0
 ANSWER_S = 5.0
+NOT_SHOWN = ("prepare_s", "first_step_s")  # before a request runs; known only afterwards
 NOTHING_ENDED = {"after": str(2**53)}  # what ended is not shown here
 SILENT_S = 2.5
 BATCH_LEN, STAGE_LEN, MAX_LINE_LEN = 8, 10, 60
@@ -260,7 +261,7 @@ def _stages(view: Overview) -> Table:
     table.add_column("stage", no_wrap=True, min_width=10)
     table.add_column("", justify="right", min_width=4)
     table.add_column("", no_wrap=True)
-    names = {stage: stage.removesuffix("_s").replace("_", " ") for stage in STAGES if stage != "first_step_s"}
+    names = {stage: stage.removesuffix("_s").replace("_", " ") for stage in STAGES if stage not in NOT_SHOWN}
     for stage, name in {**names, "decode_queue_s": "first step", RETRY: RETRY}.items():
         count = view.num_by_stage.get(stage, 0)
         table.add_row(name, str(count), _fill(count, view.num_requests, STAGE_LEN, "cyan"))

@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.tracing import HEADER
 from core.errors import (
     Busy,
     Cancelled,
@@ -22,7 +23,7 @@ from core.errors import (
     Unavailable,
 )
 from gateway.answer import Answer
-from gateway.ask import Ask
+from gateway.ask import Arrival, Ask
 from gateway.front.body_parser import BodyParser
 from gateway.front.grpc_schema import read_message
 from gateway.front.openai_objects import MAX_MESSAGE_LEN
@@ -79,9 +80,10 @@ class GrpcFront:
         }
 
     async def Generate(self, request: bytes, context: Any) -> pb.GenerateResponse:
+        arrival = _arrival(context)
         try:
             ask = (await self._parse(request, is_stream=False)).ask
-            answer = await self._serving.prepare(ask, context.time_remaining())
+            answer = await self._serving.prepare(ask, arrival)
             response = pb.GenerateResponse(request_id=answer.request_id)
             for chunks in await answer.whole():
                 response.choices.append(await _told(answer, ask, chunks))
@@ -96,12 +98,11 @@ class GrpcFront:
         return response
 
     async def GenerateStream(self, request: bytes, context: Any) -> None:
+        arrival = _arrival(context)
         try:
             asked = await self._parse(request, is_stream=True)
             ask = asked.ask
-            if asked.is_resumable:
-                self._held.check_room()
-            answer = await self._serving.prepare(ask, context.time_remaining())
+            answer = await self._serving.prepare(ask, arrival)
             make_messages = partial(_messages, answer, ask)
             await self._send(
                 context, self._held.hold(make_messages) if asked.is_resumable else make_messages()
@@ -117,10 +118,16 @@ class GrpcFront:
             await _abort(context, error)
 
     async def _parse(self, request: bytes, is_stream: bool) -> Asked:
-        """Raises InvalidRequest or Busy."""
-        asked: Asked = await self._bodies.parse(
-            "generate", request, model_id=self._serving.model_id, is_stream=is_stream
-        )
+        """Raises InvalidRequest or Busy, also for a stream that cannot be held; counted."""
+        try:
+            asked: Asked = await self._bodies.parse(
+                "generate", request, model_id=self._serving.model_id, is_stream=is_stream
+            )
+            if asked.is_resumable:
+                self._held.check_room()
+        except TandemError as error:
+            self._serving.refused(error)
+            raise
         return asked
 
     async def _send(self, context: Any, messages: AsyncGenerator[pb.GenerateChunk, None]) -> None:
@@ -156,6 +163,12 @@ class GrpcFront:
             context_len=context_len,
             vocab_size=self._serving.vocab_size,
         )
+
+
+def _arrival(context: Any) -> Arrival:
+    """Now."""
+    metadata = dict(context.invocation_metadata() or ())
+    return Arrival(allowed_s=context.time_remaining(), trace_parent=metadata.get(HEADER, ""))
 
 
 async def _messages(

@@ -12,8 +12,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from core.errors import Busy, EngineFailed, InvalidRequest, TandemError, Unavailable
+from cluster.tracing import HEADER
+from core.errors import Busy, Cancelled, EngineFailed, InvalidRequest, TandemError, Unavailable
 from gateway.answer import Answer
+from gateway.ask import Arrival
 from gateway.front.body_parser import BodyParser
 from gateway.front.chat_objects import ChatShape
 from gateway.front.event_streams import StreamWishes, choice_events, response_events
@@ -32,6 +34,7 @@ REQUEST_ID_HEADER = "x-request-id"
 ALSO_A_PAGE = {"vary": "accept", "cache-control": "no-store"}
 Result = TypeVar("Result")
 RETRY_AFTER_S = 1
+CLIENT_GONE = 499
 BODY_TIMEOUT_S = 30.0
 
 
@@ -71,8 +74,9 @@ class HttpFront:
         return await self._generate(request, "chat", ChatShape)
 
     async def responses(self, request: Request) -> Response:
+        arrival = _arrival(request)
         asked = await self._asked(request, "response")
-        answer = await self._serving.prepare(asked.ask)
+        answer = await self._serving.prepare(asked.ask, arrival)
         writer = ResponseWriter(answer, asked.echo, self._serving.model_id)
         headers = {REQUEST_ID_HEADER: asked.ask.client_request_id or answer.request_id}
         wants_timing = TIMING_HEADER in request.headers
@@ -130,9 +134,17 @@ class HttpFront:
         return Response(to_json(view), headers=ALSO_A_PAGE, media_type="application/json")
 
     async def _asked(self, request: Request, reader: str) -> Asked:
-        """Raises InvalidRequest or Busy, or what reading the body raises."""
-        raw, client_request_id = await self._read(request), _request_id(request)
-        asked: Asked = await self._bodies.parse(reader, raw, client_request_id=client_request_id)
+        """Raises InvalidRequest or Busy, or what reading the body raises; counted."""
+        try:
+            raw, client_request_id = await self._read(request), _request_id(request)
+            asked: Asked = await self._bodies.parse(reader, raw, client_request_id=client_request_id)
+        except TandemError as error:
+            self._serving.refused(error)
+            raise
+        except HTTPException as error:
+            is_gone = error.status_code == CLIENT_GONE
+            self._serving.refused(Cancelled() if is_gone else InvalidRequest("body", error.detail))
+            raise
         return asked
 
     async def _read(self, request: Request) -> bytes:
@@ -143,7 +155,7 @@ class HttpFront:
         except TimeoutError:
             raise HTTPException(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
         except ClientDisconnect:
-            raise HTTPException(499, "the client left") from None
+            raise HTTPException(CLIENT_GONE, "the client left") from None
 
     async def _read_bounded(self, request: Request) -> bytes:
         chunks: list[bytes] = []
@@ -156,9 +168,10 @@ class HttpFront:
         return b"".join(chunks)
 
     async def _generate(self, request: Request, reader: str, shape: type[Shape]) -> Response:
+        arrival = _arrival(request)
         asked = await self._asked(request, reader)
         ask = asked.ask
-        answer = await self._serving.prepare(ask)
+        answer = await self._serving.prepare(ask, arrival)
         envelope = Envelope(shape(self._serving.tokenizer, ask), answer, self._serving.model_id)
         headers = {REQUEST_ID_HEADER: ask.client_request_id or answer.request_id}
         wants_timing = TIMING_HEADER in request.headers
@@ -191,7 +204,7 @@ async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-            raise HTTPException(499, "the client left")
+            raise HTTPException(CLIENT_GONE, "the client left")
         return task.result()
     finally:
         gone.cancel()
@@ -212,6 +225,11 @@ async def _stream(request: Request, answer: Answer, headers: dict[str, str], mak
     first = await _unless_gone(request, anext(chunks))
     headers = {**headers, "cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(make_events(first, chunks), media_type="text/event-stream", headers=headers)
+
+
+def _arrival(request: Request) -> Arrival:
+    """Now."""
+    return Arrival(trace_parent=request.headers.get(HEADER, ""))
 
 
 def _after(request: Request) -> int:

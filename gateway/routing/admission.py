@@ -71,7 +71,9 @@ class Admission:
         ):
             if wait_s > self._max_queue_s:
                 message = f"the {tier} tier is behind by {wait_s:.1f} s, more than {self._max_queue_s:g} s"
-                raise Busy(message, max(1.0, math.ceil(min(wait_s - self._max_queue_s, MAX_RETRY_AFTER_S))))
+                raise Busy(
+                    message, max(1.0, math.ceil(min(wait_s - self._max_queue_s, MAX_RETRY_AFTER_S))), tier
+                )
 
     def arriving(self, request_id: RequestId, num_tokens: int) -> None:
         """It was admitted."""

@@ -208,8 +208,7 @@ class Attempt:
 
     def _on_started(self, started: pb.PrefillStarted) -> None:
         self._clock.mark(Mark.STARTED)
-        if not self._report.num_cached_tokens:
-            self._report.num_cached_tokens = started.num_cached_tokens
+        self._report.add_hits("prefill", started.num_cached_tokens)
         self._covered = self._committed[: started.num_output_ids]
         self._limits.end(Stage.QUEUE)
         if self._first is None:
@@ -253,6 +252,7 @@ class Attempt:
         self._clock.mark(Mark.GRANTED)
         self._limits.end(Stage.GRANT)
         self._report.decode_worker_id = self._decode.record.worker_id
+        self._report.add_hits("decode", granted.grant.num_cached_tokens)
         self._advance(HandoffState.GRANTED)
         self._prefill.send(commands.pass_grant(granted.grant))
         self._advance(HandoffState.RECEIVING)
@@ -324,8 +324,7 @@ class Attempt:
         """The first two tokens end stages; without a handoff the first one ends all up to the verified seal."""
         if self._is_local and self._lifetime.state is HandoffState.PENDING and self._decode is not None:
             self._report.decode_worker_id = self._decode.record.worker_id
-            if not self._report.num_cached_tokens:
-                self._report.num_cached_tokens = token.num_cached_tokens
+            self._report.add_hits("local", token.num_cached_tokens)
             self._settle()
             self._advance(HandoffState.DECODING)
             took_s = self._clock.since(Mark.ARRIVED) - self._began_after_s
@@ -361,6 +360,7 @@ class Attempt:
         error = convert.error_from_proto(event.body.error)
         is_refusal = isinstance(error, Busy) and self._lifetime.state is HandoffState.PENDING
         if is_refusal and self._decode is not None and event.worker is self._decode.record:
+            self._report.num_refusals += 1
             self._leave_decode()
             self._reserve_next()
             return

@@ -27,6 +27,7 @@ def start_prefill(
         sampling=convert.sampling_to_proto(request.params),
         deadline_s=max(deadline_s, 0.0),
         takes_over=takes_over,
+        trace_parent=request.trace_parent,
     )
     return pb.PrefillCommand(start=start)
 
@@ -64,6 +65,7 @@ def reserve_decode(
         wait_s=wait_s,
         credit=credit,
         is_local=is_local,
+        trace_parent=request.trace_parent,
     )
     return pb.DecodeCommand(reserve=reserve)
 

@@ -12,14 +12,18 @@ from gateway.timing import StageClock
 
 @dataclass(slots=True)
 class HandoffReport:
-    """What is known of a request's handoffs so far: filled by its attempts, read by usage and timing. `num_tokens`
-    are those that the client took, `outcome` says why there are no more: empty while there may be."""
+    """What is known of a request's handoffs so far: filled by its attempts, read by usage, timing and metrics. `hits`
+    are prompt tokens found in caches: `prefill`, not computed; `decode`, not sent; `local`, not computed by a decode
+    worker that had the whole prompt to compute. `num_tokens` are those that the client took, `outcome` says why there
+    are no more: empty while there may be."""
 
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
     connector: str = ""
     num_kv_bytes: int = 0
     num_cached_tokens: int = 0
+    hits: dict[str, int] = field(default_factory=dict)
+    num_refusals: int = 0
     num_attempts: int = 0
     num_preemptions: int = 0
     num_tokens: int = 0
@@ -27,6 +31,14 @@ class HandoffReport:
     state: HandoffState = HandoffState.PENDING
     causes: list[str] = field(default_factory=list)
     prompt_scores: list[PromptScore] = field(default_factory=list)
+
+    def add_hits(self, source: str, num_tokens: int) -> None:
+        """Of attempts that found some the first one counts; what need not be sent is another matter than what need
+        not be computed."""
+        if source == "decode" and num_tokens:
+            self.hits.setdefault(source, num_tokens)
+        elif num_tokens and not self.num_cached_tokens:
+            self.hits[source] = self.num_cached_tokens = num_tokens
 
     def add_scores(self, position: int, scores: list[PromptScore]) -> None:
         """Of the prompt's tokens from `position` on. What another attempt told already is dropped, and what leaves a

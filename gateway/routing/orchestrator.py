@@ -14,7 +14,8 @@ from cluster.block_index import BlockIndex
 from cluster.handoff_rows import HandoffRows
 from core.errors import Busy, Cancelled, DeadlineExceeded, TandemError, Unavailable, WorkerLost
 from core.handoff import HandoffState
-from core.ids import RequestId, WorkerId
+from core.ids import HandoffId, RequestId, WorkerId
+from core.logs import about_handoff
 from core.scores import PromptScore
 from core.worker import Role, WorkerRecord
 from gateway.generation import GenerationRequest, OutputToken
@@ -26,7 +27,7 @@ from gateway.routing.fleet import Fleet
 from gateway.routing.lease import Lease
 from gateway.routing.live import HandoffReport, Live
 from gateway.routing.router import Overlap, cached_tokens, choose_prefill, rank_decode
-from gateway.timing import Mark, StageClock, Timing
+from gateway.timing import Mark, StageClock, StageSpan, Timing
 
 logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
@@ -53,6 +54,7 @@ class Orchestrator:
         self._index = index
         self._rows = rows
         self._metrics = metrics
+        self.gaps = metrics.gaps
         self._max_local_tokens = max_local_tokens
         self.live: dict[RequestId, Live] = {}
         self.recent = Recent()
@@ -172,9 +174,8 @@ class Orchestrator:
         return overlap
 
     def _note_retry(self, live: Live, error: TandemError) -> None:
-        logger.warning(
-            "request %s: attempt %d failed: %s", live.request.request_id, live.report.num_attempts, error
-        )
+        told = about_handoff(HandoffId(live.request.request_id, live.report.num_attempts))
+        logger.warning("attempt failed: %s", error, extra=told)
         live.report.causes.append(error.code.value)
         self._metrics.retries.labels(cause=error.code.value).inc()
 
@@ -239,7 +240,8 @@ class Generation:
     ) -> None:
         self.request = request
         self.report = HandoffReport()
-        self._clock = StageClock()
+        self._clock = StageClock(arrived_s=request.arrived_s)
+        self._clock.mark(Mark.ADMITTED)
         self._orchestrator = orchestrator
         self.live: Live = Live(
             request,
@@ -259,13 +261,19 @@ class Generation:
         watch = self._orchestrator.recent.watch(self.live)
         try:
             await self._follow()
+            told_s: float | None = None
             async for token in source:
+                now_s = self._clock.now()
+                if told_s is not None:
+                    self._orchestrator.gaps.note(now_s - told_s)
+                told_s = now_s
                 watch.token(token.finish_reason)
                 yield token
         except TandemError as error:
             self.report.outcome = error.code.value
             raise
         finally:
+            self._clock.mark(Mark.ENDED)
             self.live.is_handed_over.set()
             await source.aclose()
             self._orchestrator.admission.ended()
@@ -295,8 +303,9 @@ class Generation:
         return (self.live.leader or self.live).report.prompt_scores
 
     @property
-    def time_to_first_token_s(self) -> float | None:
-        return self.timing.time_to_first_token_s if self._clock.has(Mark.FIRST_TOKEN) else None
+    def stage_spans(self) -> Sequence[StageSpan]:
+        """What `timing` has of its stages, as moments of the event loop's clock."""
+        return self._clock.spans()
 
     @property
     def timing(self) -> Timing:

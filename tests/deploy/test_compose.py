@@ -29,6 +29,7 @@ FILE = Path(__file__).parents[2] / "docker-compose.yml"
 OURS = ("prefill", "decode", "gateway")
 REPLICAS = {"prefill": 2, "decode": 2, "gateway": 1}
 MODEL_ID = "tiny"
+PUBLISHED = {"gateway": ["50051", "8000"], "grafana": ["3000"]}
 # With this geometry 1 GiB holds about as many blocks as the default model's.
 LARGE_BLOCKS = {"num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 64}
 
@@ -171,18 +172,28 @@ def test_service_runs_a_command_with_options_that_exist(service, check_command):
     check_command(read_compose({})["services"][service]["command"])
 
 
-def test_services_can_be_scaled_and_only_the_gateway_is_published_on_loopback():
+def test_services_can_be_scaled_and_what_is_published_is_on_loopback():
     content = read_compose({})
     assert "name" not in content
     assert "version" not in content
     for name, service in content["services"].items():
         assert "container_name" not in service
-        assert name == "gateway" or "ports" not in service
-        assert name == "gateway" or service["networks"] == ["workers"]
+        assert name in PUBLISHED or "ports" not in service
+        assert name in PUBLISHED or service["networks"] == ["workers"]
     assert content["networks"]["workers"] == {"internal": True}
-    published = content["services"]["gateway"]["ports"]
-    assert all(port.startswith("127.0.0.1:") for port in published)
-    assert sorted(port.rpartition(":")[2] for port in published) == ["50051", "8000"]
+    for name, ports in PUBLISHED.items():
+        published = content["services"][name]["ports"]
+        assert all(port.startswith("127.0.0.1:") for port in published)
+        assert sorted(port.rpartition(":")[2] for port in published) == ports
+
+
+def test_what_observes_starts_only_on_request_and_finds_its_files():
+    services = read_compose({})["services"]
+    assert {name for name, spec in services.items() if "profiles" in spec} == {"prometheus", "grafana"}
+    for name in ("prometheus", "grafana"):
+        assert services[name]["profiles"] == ["observe"]
+        for volume in services[name]["volumes"]:
+            assert (FILE.parent / volume.partition(":")[0]).exists(), volume
 
 
 @pytest.mark.parametrize("service", OURS)
@@ -199,7 +210,7 @@ def test_service_is_watched_restarted_and_given_time_to_drain(service):
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
 def test_docker_compose_accepts_the_file_and_reads_it_as_we_do():
     done = subprocess.run(
-        ["docker-compose", "-f", str(FILE), "config"],
+        ["docker-compose", "-f", str(FILE), "--profile", "observe", "config"],
         capture_output=True,
         text=True,
         check=False,
@@ -209,7 +220,7 @@ def test_docker_compose_accepts_the_file_and_reads_it_as_we_do():
     theirs, ours = yaml.safe_load(done.stdout)["services"], read_compose({})["services"]
     assert set(theirs) == set(ours)
     for name, service in ours.items():
-        assert theirs[name]["command"] == service["command"]
+        assert theirs[name].get("command") == service.get("command")
         assert theirs[name].get("environment") == service.get("environment")
 
 

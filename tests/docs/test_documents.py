@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
+from cluster import store
 from gateway.front import openai_schema, responses_schema
 from gateway.metrics import GatewayMetrics
 from tandem.cli import main
@@ -82,11 +83,22 @@ def test_every_refused_field_is_named():
 
 
 def test_the_metrics_that_are_named_are_the_metrics_that_there_are():
-    importlib.import_module("cluster.store")  # has metrics of its own
     text = GatewayMetrics(lambda: []).render().decode()
     exported = set(re.findall(r"^# TYPE (tandem_\w+) ", text, re.MULTILINE))
     named = set(re.findall(r"`(tandem_\w+)`", README))
     assert named == {name for name in exported if not name.endswith("_created")}
+
+
+def test_the_labels_that_are_named_are_the_labels_that_metrics_have():
+    metrics = GatewayMetrics(lambda: [])
+    collectors = [*metrics._registry._collector_to_names, store.CALLS, store.FAILURES]
+    labels = {c._name: set(c._labelnames) for c in collectors if hasattr(c, "_labelnames")}
+    labels |= {family.name: set(family._labelnames) for c in collectors[:2] for family in c.collect()}
+    rows = re.findall(r"^\| (`tandem_.*?) \|(.*?)\|", README, re.MULTILINE)
+    assert len(rows) > 20
+    for names, told in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            assert labels[name.removesuffix("_total")] == set(filter(None, told.strip().split(", "))), name
 
 
 def test_every_limit_has_the_value_that_the_table_says():

@@ -1,12 +1,9 @@
 """`tandem serve` as a user runs it: one command, everything up, nothing left afterwards."""
 
 import asyncio
-import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -14,30 +11,7 @@ import psutil
 import pytest
 import torch
 
-TIMEOUT_S = 60
-
-
-@asynccontextmanager
-async def serve(
-    model: Path, directory: Path, *arguments: str
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict]]:
-    ready, log = directory / "ready.json", directory / "log"
-    command = [sys.executable, "-m", "tandem.cli", "serve", str(model), "--http", "127.0.0.1:0"]
-    command += ["--grpc", "127.0.0.1:0", "--ready-file", str(ready), "--num-blocks", "128", *arguments]
-    with log.open("wb") as sink:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=sink, stderr=sink, start_new_session=True
-        )
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not ready.exists():
-                assert process.returncode is None, log.read_text()
-                await asyncio.sleep(0.05)
-        yield process, json.loads(ready.read_text())
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+from tests.end_to_end.served import TIMEOUT_S, serve
 
 
 async def complete(url: str) -> str:

@@ -87,7 +87,7 @@ async def sent_bytes(cluster: LocalCluster) -> float:
 async def test_stages_add_up_to_the_total(cluster, connect):
     async with connect(cluster) as client:
         timing = (await client.generate(list(range(200)), 24)).last.timing
-    stages = ("queue", "prefill", "grant_wait", "transfer", "decode_queue", "first_step", "decode")
+    stages = ("prepare", "queue", "prefill", "grant_wait", "transfer", "decode_queue", "first_step", "decode")
     parts = [getattr(timing, f"{stage}_s") for stage in stages]
     assert all(part >= 0 for part in parts)
     assert sum(parts) == pytest.approx(timing.total_s, rel=0.05)

@@ -30,7 +30,9 @@ def running(num_tokens: int = 50) -> Live:
     request = GenerationRequest(
         tuple(range(num_tokens)), SamplingParams(max_tokens=5), client_request_id="x" * 500
     )
-    return Live(request, StageClock(), HandoffReport(), asyncio.Event())
+    clock = StageClock()
+    clock.mark(Mark.ADMITTED)
+    return Live(request, clock, HandoffReport(), asyncio.Event())
 
 
 def told(served: Served, after: int = 0) -> dict:
@@ -159,6 +161,7 @@ def test_a_grant_that_comes_before_the_first_token_is_no_transfer_yet():
     clock = StageClock(VirtualClock())
     stages = [clock.stage]
     for mark in (
+        Mark.ADMITTED,
         Mark.STARTED,
         Mark.GRANTED,
         Mark.FIRST_TOKEN,
@@ -168,5 +171,5 @@ def test_a_grant_that_comes_before_the_first_token_is_no_transfer_yet():
     ):
         clock.mark(mark)
         stages.append(clock.stage)
-    wanted = ["queue", "prefill", "prefill", "transfer", "decode_queue", "first_step", "decode"]
+    wanted = ["prepare", "queue", "prefill", "prefill", "transfer", "decode_queue", "first_step", "decode"]
     assert stages == [f"{stage}_s" for stage in wanted]

@@ -27,7 +27,7 @@ def test_stages_are_never_negative_and_add_up_to_the_total(steps):
     assert stages.durations() == durations
 
 
-@given(st.permutations([mark for mark in Mark if mark not in (Mark.ARRIVED, Mark.ENDED)]), st.integers(0, 6))
+@given(st.permutations([mark for mark in Mark if mark not in (Mark.ARRIVED, Mark.ENDED)]), st.integers(0, 7))
 def test_with_any_marks_in_any_order_the_first_token_lies_within_the_total(marks, count):
     clock = VirtualClock()
     stages = StageClock(clock)
@@ -51,9 +51,24 @@ def marked(*moments: tuple[Mark, float]) -> dict[str, float]:
 
 
 def test_a_handoff_in_the_usual_order():
-    moments = list(zip(Mark, range(8), strict=True))
+    moments = list(zip(Mark, range(9), strict=True))
     every_stage = dict.fromkeys(STAGES, 1.0)
-    assert marked(*moments) == {**every_stage, "total_s": 7.0, "time_to_first_token_s": 3.0}
+    assert marked(*moments) == {**every_stage, "total_s": 8.0, "time_to_first_token_s": 4.0}
+
+
+def test_a_request_arrives_when_it_is_said_to_have_and_its_spans_are_its_stages():
+    clock = VirtualClock(100.0)
+    stages = StageClock(clock, arrived_s=99.0)
+    stages.mark(Mark.ADMITTED)
+    clock.advance(2)
+    assert stages.durations()["total_s"] == 3.0, "it has not ended: as if it did now"
+    stages.mark(Mark.ENDED)
+    clock.advance(5)
+    assert [span for span in stages.spans() if span.begin_s < span.end_s] == [
+        ("prepare_s", 99.0, 100.0),
+        ("queue_s", 100.0, 102.0),
+    ]
+    assert stages.durations()["total_s"] == 3.0
 
 
 def test_a_grant_before_the_first_token_leaves_no_wait_for_it():
@@ -79,7 +94,11 @@ def test_a_first_token_that_ends_the_request():
 
 
 def test_a_request_that_never_started_only_queued():
-    assert marked((Mark.ENDED, 4)) == {"queue_s": 4.0, "total_s": 4.0, "time_to_first_token_s": 4.0}
+    assert marked((Mark.ADMITTED, 0), (Mark.ENDED, 4)) == {
+        "queue_s": 4.0,
+        "total_s": 4.0,
+        "time_to_first_token_s": 4.0,
+    }
 
 
 def test_the_time_to_an_end_is_that_of_the_stage_it_came_in():

@@ -10,7 +10,7 @@ from core.errors import Busy, EngineFailed, ErrorCode, TandemError, error_from
 from core.grant import FirstToken, Grant
 from core.ids import HandoffId
 from core.kv_spec import DType, KVSpec
-from core.load import Load
+from core.load import Counts, Load, Sent
 from core.sampling import SamplingParams
 from core.worker import Role, WorkerRecord
 from proto import convert
@@ -58,8 +58,23 @@ PARAMS = st.builds(
     num_prompt_logprobs=st.integers(-1, 2**32 - 1),
     priority=st.integers(-(2**31), 2**31 - 1),
 )
+BUCKETS = st.lists(UINT64).map(tuple)
+SENT = st.lists(st.builds(Sent, TEXT, UINT64, UINT64, FINITE)).map(tuple)
+COUNTS = st.builds(Counts, BUCKETS, FINITE, BUCKETS, UINT64, UINT64, UINT64, UINT64, UINT64, SENT)
 LOADS = st.builds(
-    Load, UINT32, UINT32, UINT64, UINT32, UINT32, FINITE, FINITE, st.dictionaries(TEXT, UINT32), UINT64
+    Load,
+    UINT32,
+    UINT32,
+    UINT64,
+    UINT32,
+    UINT32,
+    FINITE,
+    FINITE,
+    st.dictionaries(TEXT, UINT32),
+    UINT64,
+    st.booleans(),
+    UINT32,
+    COUNTS,
 )
 
 

@@ -1,5 +1,6 @@
 """What `tandem serve` will run."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -111,3 +112,12 @@ def test_colocated_engines_share_the_cores_and_compute_any_prompt():
 def test_counts_that_make_no_system_are_refused(counts):
     with pytest.raises(ValueError, match="--colocated"):
         replace(PLAN, **counts)
+
+
+def test_every_process_logs_and_traces_as_it_is_told_to():
+    plan = replace(PLAN, log_format="json", otlp="http://collector:4317")
+    children = [*plan_workers(plan, [0, 1, 2]), plan_gateway(plan, "ready.json", [0, 1, 2])]
+    for child in children:
+        options = dict(itertools.pairwise(child.command))
+        assert (options["--log-format"], options["--otlp"]) == ("json", "http://collector:4317"), child.name
+    assert all("--otlp" not in child.command for child in plan_workers(PLAN, [0]))

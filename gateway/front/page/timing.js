@@ -4,6 +4,7 @@ import { formatBytes, formatDuration } from "./format.js";
 
 /** In order; together they are the total. */
 export const STAGES = {
+  prepare_s: "prepare",
   queue_s: "queue",
   prefill_s: "prefill",
   grant_wait_s: "grant",

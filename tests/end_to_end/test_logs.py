@@ -1,0 +1,48 @@
+"""What `tandem serve` writes to its log: JSON where it is asked for, from every process; requests by their id."""
+
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.end_to_end.served import serve
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def written(tiny_model, tmp_path_factory) -> AsyncIterator[tuple[str, list[str], str]]:
+    """The id of a request that was served, the log's lines, and the id of one that the client named."""
+    directory = tmp_path_factory.mktemp("log")
+    async with (
+        serve(tiny_model, directory, "--log-format", "json", "--no-borrow") as (_, addresses),
+        httpx.AsyncClient(base_url=addresses["http"]) as http,
+    ):
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 3, "ignore_eos": True}
+        answer = await http.post("/v1/completions", json=body)
+        named = await http.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
+        assert named.headers["x-request-id"] == "mine-1"
+        request_id = answer.headers["x-request-id"]
+    yield request_id, (directory / "log").read_text().splitlines(), "mine-1"
+
+
+async def test_every_line_of_every_process_is_json_that_says_whose_it_is(written):
+    _, lines, _ = written
+    objects = [json.loads(line) for line in lines if line.startswith("{")]
+    others = [line for line in lines if line and not line.startswith("{")]
+    assert not [line for line in others if "INFO" in line or "|" in line]
+    assert {"gateway", "prefill-0", "decode-0"} <= {line["service"] for line in objects}
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in objects)
+
+
+async def test_a_request_has_a_line_with_its_id_and_what_came_of_it(written):
+    request_id, lines, client_request_id = written
+    ended = [json.loads(line) for line in lines if '"request ended"' in line]
+    (line,) = [line for line in ended if line["request_id"] == request_id]
+    assert line["outcome"] == "length"
+    assert line["num_output_tokens"] == 3
+    assert (line["prefill"], line["decode"]) == ("prefill-0", "decode-0")
+    assert 0 < line["time_to_first_token_s"] <= line["total_s"]
+    assert [line for line in ended if line.get("client_request_id") == client_request_id]
