@@ -4,6 +4,7 @@ import asyncio
 import shlex
 import sys
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from core.kv_spec import DType
 CONFIGURATION_MISTAKE = 2
 DTYPES = [dtype.value for dtype in DType]
 FILE = click.Path(dir_okay=False, path_type=Path)
+EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.group()
@@ -23,9 +25,13 @@ def bench() -> None:
 
 
 def _run(work: Coroutine[Any, Any, object]) -> None:
+    _attempt(partial(asyncio.run, work))
+
+
+def _attempt(work: Callable[[], object]) -> None:
     """An error is one line: status 2 for a mistake in what was asked, else 1."""
     try:
-        asyncio.run(work)
+        work()
     except (ModelLoadError, ValueError) as error:
         _end(error, CONFIGURATION_MISTAKE)
     except (TandemError, OSError) as error:
@@ -37,10 +43,15 @@ def _end(error: Exception, status: int) -> None:
     sys.exit(status)
 
 
+def _model_options(command: Callable[..., None]) -> Callable[..., None]:
+    weights, dtypes = click.Choice(("stored", "dense")), click.Choice(DTYPES)
+    command = click.option("--weights", type=weights, default="stored", show_default=True)(command)
+    command = click.option("--dtype", type=dtypes, default="bfloat16", show_default=True)(command)
+    return click.option("--model", default="smollm2", show_default=True)(command)
+
+
 @bench.command()
-@click.option("--model", default="smollm2", show_default=True)
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
-@click.option("--weights", type=click.Choice(("stored", "dense")), default="stored", show_default=True)
+@_model_options
 @click.option("--batch", default=1, show_default=True, help="Sequences of the decode step.")
 @click.option("--context", default=512, show_default=True, help="Tokens of each of them.")
 @click.option("--prompt", default=256, show_default=True, help="Tokens of the prompt.")
@@ -51,10 +62,7 @@ def kernels(dtype: str, weights: str, json_path: Path | None, **options: Any) ->
     from bench.kernels import run as measure
     from engine.config import WeightForm
 
-    try:
-        measure(Plan(dtype=DType(dtype), weights=WeightForm(weights), **options), json_path)
-    except (ModelLoadError, ValueError) as error:
-        _end(error, CONFIGURATION_MISTAKE)
+    _attempt(lambda: measure(Plan(dtype=DType(dtype), weights=WeightForm(weights), **options), json_path))
 
 
 def _rates(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
@@ -67,7 +75,7 @@ def _rates(context: click.Context, parameter: click.Parameter, value: str) -> tu
     return rates
 
 
-def _traffic_options(command: Callable[..., None]) -> Callable[..., None]:
+def _length_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(
         (
             click.option(
@@ -76,7 +84,7 @@ def _traffic_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option(
                 "--trace",
                 default=None,
-                type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                type=EXISTING,
                 help="Azure's CSV or Mooncake's JSON lines instead of synthetic traffic.",
             ),
             click.option(
@@ -87,6 +95,16 @@ def _traffic_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option(
                 "--spread", default=0.0, show_default=True, help="Lengths vary by this part around those."
             ),
+            click.option("--seed", default=1, show_default=True),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _traffic_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(
+        (
             click.option(
                 "--rates",
                 default="",
@@ -99,14 +117,13 @@ def _traffic_options(command: Callable[..., None]) -> Callable[..., None]:
                 show_default=True,
                 help="Shape of the gamma-distributed gaps: 1 is Poisson, less comes in bursts.",
             ),
-            click.option("--seed", default=1, show_default=True),
             click.option(
                 "--vocab-size", default=40000, show_default=True, help="Prompts are token ids below this."
             ),
         )
     ):
         command = option(command)
-    return command
+    return _length_options(command)
 
 
 def _slo_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -128,10 +145,9 @@ def _slo_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _output_options(command: Callable[..., None]) -> Callable[..., None]:
-    command = click.option("--json", "json_path", default=None, type=FILE, help="Everything measured.")(
-        command
-    )
-    return click.option("--html", "html_path", default=None, type=FILE, help="A report with plots.")(command)
+    json_option = click.option("--json", "json_path", default=None, type=FILE, help="Everything measured.")
+    html_option = click.option("--html", "html_path", default=None, type=FILE, help="A report with plots.")
+    return html_option(json_option(command))
 
 
 def _asked(options: dict[str, Any]) -> Any:
@@ -262,9 +278,7 @@ def interference(json_path: Path | None, html_path: Path | None, **options: Any)
 
 @bench.command("profile")
 @click.argument("path", type=FILE)
-@click.option("--model", default="smollm2", show_default=True)
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
-@click.option("--weights", type=click.Choice(("stored", "dense")), default="stored", show_default=True)
+@_model_options
 def write_profile(path: Path, model: str, dtype: str, weights: str) -> None:
     """What this machine takes for what an engine does: into PATH, for `simulate` and `tune`."""
     from bench import profile
@@ -302,7 +316,7 @@ def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @bench.command("simulate")
-@click.argument("profile", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("profile", type=EXISTING)
 @_plan_options
 @_traffic_options
 @_slo_options
@@ -324,14 +338,48 @@ def simulate_cluster(profile: Path, **options: Any) -> None:
             has_prefix_cache=not options["no_prefix_cache"],
         )
         traffics = _asked(options).traffics()
-        simulate.run(
-            plan,
-            known,
-            traffics,
-            _slo(options),
-            options["attainment"],
-            options["json_path"],
-            options["html_path"],
-        )
+        paths = options["json_path"], options["html_path"]
+        simulate.run(plan, known, traffics, _slo(options), options["attainment"], *paths)
     except (ValueError, KeyError) as error:
         _end(error, CONFIGURATION_MISTAKE)
+
+
+def _engine(options: dict[str, Any]) -> Any:
+    from bench.offline import Engine
+    from engine.config import WeightForm
+
+    dtype, weights = DType(options["dtype"]), WeightForm(options["weights"])
+    return Engine(options["model"], dtype, weights, options["threads"])
+
+
+@bench.command()
+@_model_options
+@click.option("--threads", default=1, show_default=True, help="Cores that a step may use.")
+@click.option("--batch", default=1, show_default=True, help="Prompts at once.")
+@click.option("--prompt", default=256, show_default=True, help="Tokens of each of them.")
+@click.option("--output", default=64, show_default=True, help="Tokens that are generated for each.")
+@click.option("--repeats", default=10, show_default=True, help="After one that does not count.")
+@_output_options
+def latency(json_path: Path | None, html_path: Path | None, **options: Any) -> None:
+    """How long one batch takes in one process: its first token, each after it, the whole."""
+    from bench import latency as measuring
+
+    shape = {name: options[name] for name in ("batch", "prompt", "output", "repeats")}
+    _attempt(lambda: measuring.run(measuring.Plan(_engine(options), **shape), json_path, html_path))
+
+
+@bench.command()
+@_model_options
+@click.option("--threads", default=1, show_default=True, help="Cores that a step may use.")
+@_length_options
+@_output_options
+def throughput(json_path: Path | None, html_path: Path | None, **options: Any) -> None:
+    """Tokens and requests a second of one process that has all of its work at once."""
+    from bench import throughput as measuring
+    from bench.serve import Asked
+    from bench.traffic import Lengths
+
+    names = ("num_requests", "trace", "divisor", "seed")
+    lengths = Lengths(options["prompt"], options["output"], options["spread"])
+    asked = Asked(lengths=lengths, **{name: options[name] for name in names})
+    _attempt(lambda: measuring.run(measuring.Plan(_engine(options), asked), json_path, html_path))
