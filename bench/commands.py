@@ -383,3 +383,14 @@ def throughput(json_path: Path | None, html_path: Path | None, **options: Any) -
     lengths = Lengths(options["prompt"], options["output"], options["spread"])
     asked = Asked(lengths=lengths, **{name: options[name] for name in names})
     _attempt(lambda: measuring.run(measuring.Plan(_engine(options), asked), json_path, html_path))
+
+
+@bench.command()
+@click.option("--sizes", default="", help="Bytes, as 4k,64k,1m [4 KiB to 256 MiB by factors of 4].")
+@click.option("--connectors", default="", help="As shm,tcp [all that this machine has].")
+@_output_options
+def transfer(sizes: str, connectors: str, json_path: Path | None, html_path: Path | None) -> None:
+    """KV blocks between two processes on every connector, beside a memory copy and the bare transport."""
+    from bench import transfer as measuring
+
+    _attempt(lambda: measuring.run(measuring.Plan.read(sizes, connectors), json_path, html_path))
