@@ -41,6 +41,11 @@ BLOCK_STEP = 2 * BLOCK_TOKENS * DType.BFLOAT16.num_bytes
 LIMIT_S = 60.0
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 OWN_BENCHMARKS = {"shm": "copy into a memfd", "tcp": "bare socket", "ucx": "UCX's own benchmark"}
+NOTES = (
+    "A transfer: a grant signed, opened, every block digested, sent and sealed, every digest verified. Medians.",
+    "The bare socket is one way between two processes; UCX's own benchmark sends both ways at once, and its figure "
+    "is half of a round; copies are within one process, small ones within its caches.",
+)
 COLUMNS = ("blocks", "repeats", "us", "MB/s", "of memcpy", "own, MB/s", "of its own")
 _numbers = itertools.count(1)
 
@@ -276,11 +281,14 @@ def run(
         for row, cells in rows_of(each):
             table.add_row(row, *cells)
         console.print(table)
+    for note in NOTES:
+        console.print(note, soft_wrap=True)
     if json_path is not None:
         report.write(json_path, json.dumps(as_json(plan, found), indent=1))
     if html_path is not None:
         tables = {_heading(name): (COLUMNS, rows_of(each)) for name, each in found.items()}
-        report.write(html_path, report.page("KV blocks from pool to pool", [], tables, [_curve(found)]))
+        page = report.page("KV blocks from pool to pool", [], tables, [_curve(found)], NOTES)
+        report.write(html_path, page)
     return found
 
 
