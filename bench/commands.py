@@ -2,21 +2,35 @@
 
 import asyncio
 import os
-import shlex
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
+from bench.command_options import (
+    EXISTING,
+    FILE,
+    asked_of,
+    engine_of,
+    length_options,
+    model_options,
+    output_options,
+    plan_options,
+    slo_of,
+    slo_options,
+    systems_of,
+    systems_options,
+    traffic_options,
+    words_of,
+)
 from core.errors import ModelLoadError, TandemError
 from core.kv_spec import DType
 
 CONFIGURATION_MISTAKE = 2
-DTYPES = [dtype.value for dtype in DType]
-FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.group()
@@ -25,9 +39,13 @@ def bench() -> None:
 
 
 def _run(work: Coroutine[Any, Any, object]) -> None:
+    _attempt(partial(asyncio.run, work))
+
+
+def _attempt(work: Callable[[], object]) -> None:
     """An error is one line: status 2 for a mistake in what was asked, else 1."""
     try:
-        asyncio.run(work)
+        work()
     except (ModelLoadError, ValueError) as error:
         _end(error, CONFIGURATION_MISTAKE)
     except (TandemError, OSError) as error:
@@ -40,9 +58,7 @@ def _end(error: Exception, status: int) -> None:
 
 
 @bench.command()
-@click.option("--model", default="smollm2", show_default=True)
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
-@click.option("--weights", type=click.Choice(("stored", "dense")), default="stored", show_default=True)
+@model_options
 @click.option("--batch", default=1, show_default=True, help="Sequences of the decode step.")
 @click.option("--context", default=512, show_default=True, help="Tokens of each of them.")
 @click.option("--prompt", default=256, show_default=True, help="Tokens of the prompt.")
@@ -53,104 +69,7 @@ def kernels(dtype: str, weights: str, json_path: Path | None, **options: Any) ->
     from bench.kernels import run as measure
     from engine.config import WeightForm
 
-    try:
-        measure(Plan(dtype=DType(dtype), weights=WeightForm(weights), **options), json_path)
-    except (ModelLoadError, ValueError) as error:
-        _end(error, CONFIGURATION_MISTAKE)
-
-
-def _rates(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
-    try:
-        rates = tuple(float(rate) for rate in value.split(",") if rate)
-    except ValueError:
-        raise click.BadParameter(f"requests a second, with commas between, as 1,2.5: got {value!r}") from None
-    if any(rate <= 0 for rate in rates):
-        raise click.BadParameter(f"rates are positive: got {value!r}")
-    return rates
-
-
-def _traffic_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(
-        (
-            click.option(
-                "--requests", "num_requests", default=None, type=int, help="How many [100; all of a trace]."
-            ),
-            click.option(
-                "--trace",
-                default=None,
-                type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                help="Azure's CSV or Mooncake's JSON lines instead of synthetic traffic.",
-            ),
-            click.option(
-                "--divide", "divisor", default=1, show_default=True, help="A trace's lengths by this."
-            ),
-            click.option("--prompt", default=256, show_default=True, help="Tokens of a synthetic prompt."),
-            click.option("--output", default=64, show_default=True, help="Tokens of a synthetic answer."),
-            click.option(
-                "--spread", default=0.0, show_default=True, help="Lengths vary by this part around those."
-            ),
-            click.option(
-                "--rates",
-                default="",
-                callback=_rates,
-                help="Requests a second, a run each, as 1,2,4 [all at once, or as the trace].",
-            ),
-            click.option(
-                "--burstiness",
-                default=1.0,
-                show_default=True,
-                help="Shape of the gamma-distributed gaps: 1 is Poisson, less comes in bursts.",
-            ),
-            click.option("--seed", default=1, show_default=True),
-            click.option(
-                "--vocab-size", default=40000, show_default=True, help="Prompts are token ids below this."
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _slo_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(
-        (
-            click.option("--slo-ttft", default=None, type=float, help="Seconds to the first token."),
-            click.option(
-                "--slo-itl", default=None, type=float, help="Seconds between its tokens, on average."
-            ),
-            click.option("--slo-gap", default=None, type=float, help="Seconds of a request's longest gap."),
-            click.option("--slo-e2e", default=None, type=float, help="Seconds of a whole request."),
-            click.option(
-                "--attainment", default=0.9, show_default=True, help="Part that must meet them: goodput."
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _output_options(command: Callable[..., None]) -> Callable[..., None]:
-    command = click.option("--json", "json_path", default=None, type=FILE, help="Everything measured.")(
-        command
-    )
-    return click.option("--html", "html_path", default=None, type=FILE, help="A report with plots.")(command)
-
-
-def _asked(options: dict[str, Any]) -> Any:
-    from bench.serve import Asked
-    from bench.traffic import Lengths
-
-    lengths = Lengths(options["prompt"], options["output"], options["spread"])
-    names = ("num_requests", "trace", "divisor", "rates", "burstiness", "seed", "vocab_size")
-    return Asked(
-        lengths=lengths, concurrency=options.get("concurrency"), **{name: options[name] for name in names}
-    )
-
-
-def _slo(options: dict[str, Any]) -> Any:
-    from bench.summary import Slo
-
-    return Slo(*(options[name] for name in ("slo_ttft", "slo_itl", "slo_gap", "slo_e2e")))
+    _attempt(lambda: measure(Plan(dtype=DType(dtype), weights=WeightForm(weights), **options), json_path))
 
 
 @bench.command()
@@ -165,108 +84,59 @@ def _slo(options: dict[str, Any]) -> Any:
 @click.option(
     "--stops-early", is_flag=True, help="Do not send ignore_eos, which OpenAI's own servers do not know."
 )
-@_traffic_options
+@traffic_options
 @click.option(
     "--concurrency", default=None, type=int, help="A closed loop: so many at a time, whatever the rates."
 )
-@_slo_options
-@_output_options
+@slo_options
+@output_options
 def serve(url: str, model: str, endpoint: str, api_key: str, stops_early: bool, **options: Any) -> None:
     """Latencies, SLO attainment and goodput of a running server under synthetic traffic or a trace."""
     from bench import serve as measuring
     from bench.client import Endpoint
 
     target = measuring.Target(url, model, Endpoint(endpoint), api_key, not stops_early)
-    asked, slo = _asked(options), _slo(options)
+    asked, slo = asked_of(options), slo_of(options)
     paths = options["json_path"], options["html_path"]
     _run(measuring.run(target, asked, slo, options["attainment"], *paths))
 
 
-def _words(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    return tuple(shlex.split(value))
-
-
-def _chunks(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    words = [word.strip() for word in value.split(",") if word]
-    if not all(map(str.isdecimal, words)):
-        raise click.BadParameter(f"tokens of a step, with commas between, as 64,256: got {value!r}")
-    return tuple(map(int, words))
-
-
-def _systems_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(
-        (
-            click.option("--model", default="smollm2", show_default=True),
-            click.option(
-                "--colocated", "num_colocated", default=1, show_default=True, help="Engines without tiers."
-            ),
-            click.option(
-                "--chunks", default="64,256", show_default=True, callback=_chunks, help="Their steps, tokens."
-            ),
-            click.option(
-                "--serve-options", default="", callback=_words, help="For all of ours: '--weights dense'."
-            ),
-            click.option(
-                "--tandem-options", default="", callback=_words, help="For the tandem: '--pace 0.05'."
-            ),
-            click.option(
-                "--vllm-chunks", default="", callback=_chunks, help="vLLM (CPU) as well; 0: its default."
-            ),
-            click.option("--vllm-dtype", default="bfloat16", show_default=True),
-            click.option("--url", default=None, help="Another OpenAI-compatible server, which runs already."),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _systems(options: dict[str, Any]) -> list[Any]:
-    """Those that are compared, the tandem last of ours."""
-    from bench import systems
-
-    model, own = options["model"], options["serve_options"]
-    chosen = [systems.colocated(model, chunk, options["num_colocated"], own) for chunk in options["chunks"]]
-    chosen.append(systems.tandem(model, [*own, *options["tandem_options"]]))
-    chosen += [systems.vllm(model, chunk or None, options["vllm_dtype"]) for chunk in options["vllm_chunks"]]
-    return [*chosen, systems.at(options["url"])] if options["url"] else chosen
-
-
 @bench.command()
-@_systems_options
-@_traffic_options
-@_slo_options
-@_output_options
+@systems_options
+@traffic_options
+@slo_options
+@output_options
 def compare(**options: Any) -> None:
     """Does disaggregation pay here? One process, a tandem, and perhaps others under the same traffic."""
     from bench import compare as comparing
 
     paths = options["json_path"], options["html_path"]
-    _run(comparing.run(_systems(options), _asked(options), _slo(options), options["attainment"], *paths))
+    _run(
+        comparing.run(systems_of(options), asked_of(options), slo_of(options), options["attainment"], *paths)
+    )
 
 
 @bench.command()
-@_systems_options
+@systems_options
 @click.option("--streams", "num_streams", default=4, show_default=True)
 @click.option("--output", "stream_output", default=1000, show_default=True, help="Tokens of a stream.")
 @click.option("--prompts", "num_prompts", default=6, show_default=True)
 @click.option("--prompt", "prompt_tokens", default=1500, show_default=True, help="Tokens of a long prompt.")
 @click.option("--apart", "apart_s", default=4.0, show_default=True, help="Seconds between them.")
 @click.option("--seed", default=1, show_default=True)
-@_output_options
+@output_options
 def interference(json_path: Path | None, html_path: Path | None, **options: Any) -> None:
     """What long prompts do to the gaps of streams beside them, in one process, a tandem, and perhaps others."""
     from bench import interference as measuring
 
     names = ("num_streams", "stream_output", "num_prompts", "prompt_tokens", "apart_s", "seed")
     scene = measuring.Scene(**{name: options[name] for name in names})
-    _run(measuring.run(_systems(options), scene, json_path, html_path))
+    _run(measuring.run(systems_of(options), scene, json_path, html_path))
 
 
 @bench.command("profile")
 @click.argument("path", type=FILE)
-@click.option("--model", default="smollm2", show_default=True)
-@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
-@click.option("--weights", type=click.Choice(("stored", "dense")), default="stored", show_default=True)
+@model_options
 def write_profile(path: Path, model: str, dtype: str, weights: str) -> None:
     """What this machine takes for what an engine does: into PATH, for `simulate` and `tune`."""
     from bench import profile
@@ -276,42 +146,15 @@ def write_profile(path: Path, model: str, dtype: str, weights: str) -> None:
     _run(profile.run(profile.Asked(config), path))
 
 
-def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(
-        (
-            click.option("--prefill", "num_prefill", default=1, show_default=True, help="Prefill workers."),
-            click.option("--decode", "num_decode", default=1, show_default=True, help="Decode workers."),
-            click.option(
-                "--colocated", "num_colocated", default=0, help="Engines that do both, instead of the tiers."
-            ),
-            click.option(
-                "--threads", "num_threads", default=None, type=int, help="Of each [the profile's first]."
-            ),
-            click.option("--num-blocks", default=2048, show_default=True, help="Blocks of a KV pool."),
-            click.option("--block-size", default=16, show_default=True),
-            click.option("--max-batch", default=64, show_default=True, help="Sequences of one step."),
-            click.option("--token-budget", default=512, show_default=True, help="Tokens of one step."),
-            click.option("--max-queue", "max_queue_s", default=10.0, show_default=True, help="Seconds."),
-            click.option("--max-local-tokens", default=0, show_default=True, help="As `serve` has it."),
-            click.option("--pace", "pace_s", default=0.0, show_default=True, help="As `serve` has it."),
-            click.option("--one-host", "is_one_host", is_flag=True, help="All workers share this machine."),
-            click.option("--no-borrow", is_flag=True, help="They leave each other's idle cores alone."),
-            click.option("--no-prefix-cache", is_flag=True, help="No prompt finds anything of another."),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-@click.command("simulate")
-@click.argument("profile", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@_plan_options
-@_traffic_options
-@_slo_options
-@_output_options
-def simulate_cluster(profile: Path, **options: Any) -> None:
+@click.command()
+@click.argument("profile", type=EXISTING)
+@plan_options
+@traffic_options
+@slo_options
+@output_options
+def simulate(profile: Path, **options: Any) -> None:
     """A cluster of any size under traffic, in simulated time, from a PROFILE of this machine."""
-    from bench import simulate
+    from bench import simulate as simulation
     from bench.profile import read
     from bench.simulation.cluster import Plan
 
@@ -325,21 +168,14 @@ def simulate_cluster(profile: Path, **options: Any) -> None:
             borrows=not options["no_borrow"],
             has_prefix_cache=not options["no_prefix_cache"],
         )
-        traffics = _asked(options).traffics()
-        simulate.run(
-            plan,
-            known,
-            traffics,
-            _slo(options),
-            options["attainment"],
-            options["json_path"],
-            options["html_path"],
-        )
+        traffics = asked_of(options).traffics()
+        paths = options["json_path"], options["html_path"]
+        simulation.run(plan, known, traffics, slo_of(options), options["attainment"], *paths)
     except (ValueError, KeyError) as error:
         _end(error, CONFIGURATION_MISTAKE)
 
 
-@click.command("tune")
+@click.command()
 @click.argument("path", type=FILE)
 @click.option("--model", default="smollm2", show_default=True)
 @click.option(
@@ -353,14 +189,15 @@ def simulate_cluster(profile: Path, **options: Any) -> None:
     "--confirm", "num_confirmed", default=3, show_default=True, help="How many are served and measured."
 )
 @click.option(
-    "--serve-options", default="", callback=_words, help="For all that are served: '--weights dense'."
+    "--serve-options", default="", callback=words_of, help="For all that are served: '--weights dense'."
 )
-@_traffic_options
-@_slo_options
+@traffic_options
+@slo_options
 @click.option("--json", "json_path", default=None, type=FILE, help="Everything simulated and measured.")
-def tune_options(path: Path, model: str, profile_path: Path | None, **options: Any) -> None:
+def tune(path: Path, model: str, profile_path: Path | None, **options: Any) -> None:
     """Find the options of `serve` with the best goodput for a traffic, and write them into PATH."""
-    from bench import profile, tune
+    from bench import profile
+    from bench import tune as tuning
     from engine.config import EngineConfig
 
     async def work() -> None:
@@ -369,15 +206,59 @@ def tune_options(path: Path, model: str, profile_path: Path | None, **options: A
             if profile_path
             else await profile.profile(profile.Asked(EngineConfig(model)))
         )
-        asked = _asked({**options, "rates": (1.0,)})
-        wish = tune.Wish(
-            lambda rate: replace(asked, rates=(rate,)).traffics()[0], _slo(options), options["attainment"]
+        asked = asked_of({**options, "rates": (1.0,)})
+        wish = tuning.Wish(
+            lambda rate: replace(asked, rates=(rate,)).traffics()[0], slo_of(options), options["attainment"]
         )
         cores, told = len(os.sched_getaffinity(0)), options["serve_options"]
-        await tune.run(
+        await tuning.run(
             model, known, wish, asked, cores, options["num_confirmed"], told, path, options["json_path"]
         )
 
     if not any(options[name] for name in ("slo_ttft", "slo_itl", "slo_gap", "slo_e2e")):
         raise click.UsageError("tune needs to know what is wanted: --slo-ttft and --slo-itl, or others")
     _run(work())
+
+
+@bench.command()
+@model_options
+@click.option("--threads", default=1, show_default=True, help="Cores that a step may use.")
+@click.option("--batch", default=1, show_default=True, help="Prompts at once.")
+@click.option("--prompt", default=256, show_default=True, help="Tokens of each of them.")
+@click.option("--output", default=64, show_default=True, help="Tokens that are generated for each.")
+@click.option("--repeats", default=10, show_default=True, help="After one that does not count.")
+@output_options
+def latency(json_path: Path | None, html_path: Path | None, **options: Any) -> None:
+    """How long one batch takes in one process: its first token, each after it, the whole."""
+    from bench import latency as measuring
+
+    shape = {name: options[name] for name in ("batch", "prompt", "output", "repeats")}
+    _attempt(lambda: measuring.run(measuring.Plan(engine_of(options), **shape), json_path, html_path))
+
+
+@bench.command()
+@model_options
+@click.option("--threads", default=1, show_default=True, help="Cores that a step may use.")
+@length_options
+@output_options
+def throughput(json_path: Path | None, html_path: Path | None, **options: Any) -> None:
+    """Tokens and requests a second of one process that has all of its work at once."""
+    from bench import throughput as measuring
+    from bench.serve import Asked
+    from bench.traffic import Lengths
+
+    names = ("num_requests", "trace", "divisor", "seed")
+    lengths = Lengths(options["prompt"], options["output"], options["spread"])
+    asked = Asked(lengths=lengths, **{name: options[name] for name in names})
+    _attempt(lambda: measuring.run(measuring.Plan(engine_of(options), asked), json_path, html_path))
+
+
+@bench.command()
+@click.option("--sizes", default="", help="Bytes, as 4k,64k,1m [4 KiB to 256 MiB by factors of 4].")
+@click.option("--connectors", default="", help="As shm,tcp [all that this machine has].")
+@output_options
+def transfer(sizes: str, connectors: str, json_path: Path | None, html_path: Path | None) -> None:
+    """KV blocks between two processes on every connector, beside a memory copy and the bare transport."""
+    from bench import transfer as measuring
+
+    _attempt(lambda: measuring.run(measuring.Plan.read(sizes, connectors), json_path, html_path))

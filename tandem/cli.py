@@ -6,12 +6,12 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Coroutine
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
-from bench.commands import bench, simulate_cluster, tune_options
 from core.errors import ModelLoadError, TandemError
 from core.ids import WorkerId, new_worker_id
 from core.kv_spec import DType
@@ -33,7 +33,24 @@ def run(work: Coroutine[Any, Any, int], log: LogForm) -> None:
     sys.exit(status)
 
 
-@click.group()
+class _Commands(click.Group):
+    """With those of `bench`, which images do not have: loaded when one is asked for, or all are listed."""
+
+    LATER = ("bench", "simulate", "tune")
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        later = self.LATER if find_spec("bench") is not None else ()
+        return sorted([*super().list_commands(context), *later])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name in self.LATER and find_spec("bench") is not None:
+            from bench import commands
+
+            return {"bench": commands.bench, "simulate": commands.simulate, "tune": commands.tune}[name]
+        return super().get_command(context, name)
+
+
+@click.group(cls=_Commands)
 def main() -> None:
     """Serve large language models with prefill and decode on separate workers."""
 
@@ -394,10 +411,6 @@ def top(url: str, once: bool) -> None:
     from tandem.top import top as show
 
     _client(show(url, once))
-
-
-for command in (bench, simulate_cluster, tune_options):
-    main.add_command(command)
 
 
 def _client(work: Coroutine[Any, Any, None]) -> None:
