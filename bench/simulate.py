@@ -41,11 +41,11 @@ def simulate(
     """Every request of the traffic to its end."""
     started_s = time.process_time()
     cluster = Cluster(plan, profile, costs)
-    requests = list(_asked(plan, traffic, cluster))
+    requests: list[Asked] = []
     was_collecting = gc.isenabled()
     gc.disable()  # millions of objects live on, none of them in a cycle
     try:
-        cluster.timeline.run()
+        cluster.run(_asked(plan, traffic, requests))
     finally:
         if was_collecting:
             gc.enable()
@@ -59,8 +59,9 @@ def simulate(
     )
 
 
-def _asked(plan: Plan, traffic: Traffic, cluster: Cluster) -> Iterator[Asked]:
-    """The requests, handed to the cluster. Prompts of a length are one list: nobody looks at their tokens."""
+def _asked(plan: Plan, traffic: Traffic, requests: list[Asked]) -> Iterator[tuple[Asked, Sequence[int]]]:
+    """The requests and their prompts; they are kept in `requests`. Prompts of a length are one list: nobody looks at
+    their tokens."""
     params: dict[int, SamplingParams] = {}
     prompts: dict[int, list[int]] = {}
     for index, planned in enumerate(traffic.requests):
@@ -75,8 +76,8 @@ def _asked(plan: Plan, traffic: Traffic, cluster: Cluster) -> Iterator[Asked]:
             else any_chain(num_prompt)
         )
         asked = Asked(index, planned.at_s, num_prompt, params[num_output], chain)
-        cluster.ask(asked, prompts[num_prompt])
-        yield asked
+        requests.append(asked)
+        yield asked, prompts[num_prompt]
 
 
 def run(

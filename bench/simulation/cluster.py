@@ -5,7 +5,7 @@ and block pools are those that serve; what is here is the way between them.
                   └─ refused          └─ no room: the next decode worker
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.simulation.costs import HostCosts, Profile
@@ -90,7 +90,7 @@ class _Flow:
 
 
 class Cluster:
-    """Give it requests by `ask()`, then `timeline.run()`; what became of them is in them, and in `gaps`."""
+    """`run()` it over requests; what became of them is in them, and in `gaps`."""
 
     def __init__(self, plan: Plan, profile: Profile, costs: HostCosts | None = None) -> None:
         self.plan = plan
@@ -111,8 +111,17 @@ class Cluster:
         for number, (name, role) in enumerate(plan.workers, 1):
             self._add(name, role, Epoch(number), own)
 
-    def ask(self, asked: Asked, prompt_ids: Sequence[int]) -> None:
-        self.timeline.at(asked.at_s, self._arrive, _Flow(asked, prompt_ids))
+    def run(self, requests: Iterable[tuple[Asked, Sequence[int]]]) -> None:
+        """Every request, with its prompt's token ids, to its end. They are in order of arrival, and taken as they
+        arrive."""
+        coming = iter(requests)
+        self._await_next(coming)
+        self.timeline.run()
+
+    def _await_next(self, coming: Iterator[tuple[Asked, Sequence[int]]]) -> None:
+        asked, prompt_ids = next(coming, (None, ()))
+        if asked is not None:
+            self.timeline.at(asked.at_s, self._arrive, _Flow(asked, prompt_ids), coming)
 
     @property
     def num_steps(self) -> int:
@@ -152,7 +161,8 @@ class Cluster:
     def _chain_of(self, handoff_id: HandoffId) -> list[BlockHash]:
         return self._flows[handoff_id.request_id].asked.chain
 
-    def _arrive(self, flow: _Flow) -> None:
+    def _arrive(self, flow: _Flow, coming: Iterator[tuple[Asked, Sequence[int]]]) -> None:
+        self._await_next(coming)
         asked = flow.asked
         try:
             self._admission.check(

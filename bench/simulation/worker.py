@@ -251,7 +251,7 @@ class SimWorker:
         self.tier.prepare()
         scheduler = self.tier.engine.scheduler
         num_steps = num_steady_steps(scheduler)
-        if num_steps < 2:
+        if not num_steps:
             return False
         self._tell()
         running = scheduler.running

@@ -101,8 +101,10 @@ class Admission:
         if not num_workers:
             return None
         arriving = sum(num_tokens for _, num_tokens in self._arriving.values()) / num_workers
-        ahead, rate = table.column("ahead")[of] + arriving, table.column("tokens_per_s")[of]
-        return float(np.min(np.divide(ahead, rate, out=np.zeros_like(ahead), where=rate > 0)))
+        rate = table.column("tokens_per_s")
+        wait_s = (table.column("ahead") + arriving) * (rate > 0) / np.maximum(rate, 1e-9)
+        wait_s[~of] = np.inf
+        return float(wait_s.min())
 
     def decode_wait_s(
         self, table: WorkerTable, num_tokens: int, num_waiting_blocks: int, num_live: int

@@ -40,7 +40,7 @@ def choose_prefill(
     pool is large enough."""
     if not table.rows:
         return None
-    cost = table.column("ahead") + PREFILL_NAME_TIE * table.column("order")
+    cost = table.column("ahead") + PREFILL_NAME_TIE * table.order
     _credit(cost, table, num_tokens, overlap, 1.0)
     _avoid(cost, table, avoid, FAR)
     cost[~_fits(table, num_tokens)] = np.inf
@@ -71,7 +71,7 @@ def rank_decode(
     num_blocks = -(-(num_tokens + 1) // table.block_size)
     is_full = (sequences >= table.column("max_batch")) | (free < num_blocks)
     cost += FULL * is_full - FREE_TIE * table.block_size * free / table.column("pool_tokens")
-    cost += NAME_TIE * table.column("order")
+    cost += NAME_TIE * table.order
     _avoid(cost, table, avoid, AVOIDED)
     fitting = np.flatnonzero(_fits(table, max_len))
     return [table.rows[slot].record for slot in _least(fitting, cost[fitting], MAX_DECODE)]

@@ -28,7 +28,7 @@ COLUMNS = (
     "running",
     "free_blocks",
     "told_blocks",  # of the pool, once its load is known
-    "order",  # of the names, to break ties; the table's own
+    "order",  # see WorkerTable.order
 )
 
 
@@ -39,12 +39,22 @@ class WorkerTable:
         self.rows: list[WorkerRow] = []
         self.by_epoch: dict[Epoch, WorkerRow] = {}
         self.block_size = 1
+        self._is_ordered = True
         self._columns = np.zeros((len(COLUMNS), FIRST_CAPACITY))
 
     def column(self, name: str) -> Column:
         """A view: it changes with the rows."""
         values: Column = self._columns[_INDEX[name], : len(self.rows)]
         return values
+
+    @property
+    def order(self) -> Column:
+        """The rows' places by name, to break ties."""
+        if not self._is_ordered:
+            for place, row in enumerate(sorted(self.rows, key=lambda row: row.record.worker_id)):
+                self.set(row.slot, order=place)
+            self._is_ordered = True
+        return self.column("order")
 
     def totals(self) -> dict[str, int]:
         """The sum of each column over the open ones."""
@@ -60,7 +70,7 @@ class WorkerTable:
         self.rows.append(row)
         self.by_epoch[record.epoch] = row
         self.block_size = record.kv_spec.block_size
-        self._sort_names()
+        self._is_ordered = False
         row.write()
         return row
 
@@ -74,7 +84,7 @@ class WorkerTable:
             last.slot = row.slot
         row.slot = None
         del self.by_epoch[row.record.epoch]
-        self._sort_names()
+        self._is_ordered = False
 
     def set(self, slot: int | None, **values: float) -> None:
         """Nothing for a row that was removed."""
@@ -90,11 +100,6 @@ class WorkerTable:
     @property
     def num_open(self) -> int:
         return int(self.column("is_open").sum())
-
-    def _sort_names(self) -> None:
-        ordered = sorted(self.rows, key=lambda row: row.record.worker_id)
-        for order, row in enumerate(ordered):
-            self.set(row.slot, order=order)
 
 
 _INDEX = {name: index for index, name in enumerate(COLUMNS)}

@@ -66,8 +66,7 @@ def test_every_request_ends_whole_and_every_block_is_free(plan):
         params = SamplingParams(max_tokens=planned.num_output, temperature=0.0)
         chain = chain_of(planned.num_prompt, (), 512, index)
         requests.append(Asked(index, planned.at_s, planned.num_prompt, params, chain))
-        cluster.ask(requests[-1], [1] * planned.num_prompt)
-    cluster.timeline.run()
+    cluster.run((request, [1] * request.num_prompt) for request in requests)
     assert all(request.is_whole for request in requests)
     for worker in cluster.workers:
         pool = worker.tier.engine.scheduler.pool

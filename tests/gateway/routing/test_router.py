@@ -146,7 +146,7 @@ def test_a_table_is_what_its_rows_say_after_any_joins_and_leaves(changes):
     for number, row in rows.items():
         assert table.column("ahead")[row.slot] == row.num_pending_tokens, number
         assert table.by_epoch[row.record.epoch] is row
-    order = sorted(rows.values(), key=lambda row: table.column("order")[row.slot])
+    order = sorted(rows.values(), key=lambda row: table.order[row.slot])
     assert [row.record.worker_id for row in order] == sorted(row.record.worker_id for row in order)
 
 
