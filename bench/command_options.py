@@ -127,7 +127,7 @@ def words_of(context: click.Context, parameter: click.Parameter, value: str) -> 
     return tuple(shlex.split(value))
 
 
-def _chunks(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+def chunks_of(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     words = [word.strip() for word in value.split(",") if word]
     if not all(map(str.isdecimal, words)):
         raise click.BadParameter(f"tokens of a step, with commas between, as 64,256: got {value!r}")
@@ -142,7 +142,11 @@ def systems_options(command: Callable[..., None]) -> Callable[..., None]:
                 "--colocated", "num_colocated", default=1, show_default=True, help="Engines without tiers."
             ),
             click.option(
-                "--chunks", default="64,256", show_default=True, callback=_chunks, help="Their steps, tokens."
+                "--chunks",
+                default="64,256",
+                show_default=True,
+                callback=chunks_of,
+                help="Their steps, tokens.",
             ),
             click.option(
                 "--serve-options", default="", callback=words_of, help="For all of ours: '--weights dense'."
@@ -151,7 +155,7 @@ def systems_options(command: Callable[..., None]) -> Callable[..., None]:
                 "--tandem-options", default="", callback=words_of, help="For the tandem: '--pace 0.05'."
             ),
             click.option(
-                "--vllm-chunks", default="", callback=_chunks, help="vLLM (CPU) as well; 0: its default."
+                "--vllm-chunks", default="", callback=chunks_of, help="vLLM (CPU) as well; 0: its default."
             ),
             click.option("--vllm-dtype", default="bfloat16", show_default=True),
             click.option("--url", default=None, help="Another OpenAI-compatible server, which runs already."),
@@ -168,7 +172,9 @@ def systems_of(options: dict[str, Any]) -> list[Any]:
     model, own = options["model"], options["serve_options"]
     chosen = [systems.colocated(model, chunk, options["num_colocated"], own) for chunk in options["chunks"]]
     chosen.append(systems.tandem(model, [*own, *options["tandem_options"]]))
-    chosen += [systems.vllm(model, chunk or None, options["vllm_dtype"]) for chunk in options["vllm_chunks"]]
+    chosen += [
+        systems.vllm(model, chunk or None, options["vllm_dtype"]) for chunk in options["vllmchunks_of"]
+    ]
     return [*chosen, systems.at(options["url"])] if options["url"] else chosen
 
 

@@ -15,6 +15,7 @@ from bench.command_options import (
     EXISTING,
     FILE,
     asked_of,
+    chunks_of,
     engine_of,
     length_options,
     model_options,
@@ -262,3 +263,31 @@ def transfer(sizes: str, connectors: str, json_path: Path | None, html_path: Pat
     from bench import transfer as measuring
 
     _attempt(lambda: measuring.run(measuring.Plan.read(sizes, connectors), json_path, html_path))
+
+
+@bench.command()
+@click.argument("profile", type=EXISTING)
+@click.option("--model", default="smollm2", show_default=True)
+@click.option(
+    "--chunks", default="128", show_default=True, callback=chunks_of, help="Of one-process engines."
+)
+@click.option("--pace", "pace_s", default=0.0, show_default=True, help="Of the tandem.")
+@click.option("--no-borrow", is_flag=True, help="Its workers leave each other's idle cores alone.")
+@click.option("--serve-options", default="", callback=words_of, help="For all of ours: '--weights dense'.")
+@traffic_options
+@slo_options
+@click.option("--json", "json_path", default=None, type=FILE, help="Everything measured.")
+def accuracy(profile: Path, model: str, **options: Any) -> None:
+    """How well the simulator, from a PROFILE of this machine, predicts what is measured here."""
+    from bench import accuracy as checking
+    from bench.profile import read
+
+    async def work() -> None:
+        known = read(profile)
+        plans = checking.plans_of(known, options["chunks"], options["pace_s"], not options["no_borrow"])
+        told = options["serve_options"]
+        await checking.run(
+            known, plans, model, told, asked_of(options), slo_of(options), options["json_path"]
+        )
+
+    _run(work())

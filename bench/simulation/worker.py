@@ -206,17 +206,21 @@ class SimWorker:
         """Take what came in, and begin a step if there is work for one."""
         self._take_in()
         self._is_resting = False
+        scheduler = self.tier.engine.scheduler
+        if not scheduler.running and not scheduler.waiting:
+            self.tier.prepare()
+            self._rest()
+            return
         if self._is_decode and self._place is None and self._begin_leap():
             return
         self._pace.begin()
         did_work = self.tier.step()
         clock = self._meter.clock
         step_s, clock.ahead_s = clock.ahead_s, 0.0
-        self._is_busy = did_work
         if not did_work:
-            self._set_place(is_busy=False)
-            self._tell()
+            self._rest()
             return
+        self._is_busy = True
         self.num_steps += 1
         self.busy_s += step_s
         events, self.tier.events = self.tier.events, []
@@ -226,6 +230,12 @@ class SimWorker:
             self._set_place(is_busy=True)
             end = partial(self._end_step, events)
             Stretch(self._timeline, self._place, self._meter.durations_s(), end)
+
+    def _rest(self) -> None:
+        """There is nothing to compute."""
+        self._is_busy = False
+        self._set_place(is_busy=False)
+        self._tell()
 
     def _end_step(self, events: list[AnyEvent]) -> None:
         self._on_events(self, events)

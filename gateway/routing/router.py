@@ -60,21 +60,21 @@ def rank_decode(
     those whose pool holds `max_len` tokens, what it may become. `is_local`: it is to be computed there."""
     if not table.rows:
         return []
-    sequences, free = table.column("sequences"), table.column("free_blocks")
     if is_local:
-        cost = (table.column("ahead") + SEQUENCE_TOKENS * sequences + num_tokens) / TYPICAL_TOKENS
+        ahead = table.column("ahead") + SEQUENCE_TOKENS * table.column("sequences")
+        cost = (ahead + num_tokens) / TYPICAL_TOKENS
         _credit(cost, table, num_tokens, overlap, 1.0 / TYPICAL_TOKENS)
     else:
-        cost = sequences / table.column("max_batch") + 0.5
+        cost = table.column("share") + 0.5
         _credit(cost, table, num_tokens, overlap, 0.5 / num_tokens)
-    cost = cost / (1.0 + cost)
+    cost /= 1.0 + cost
     num_blocks = -(-(num_tokens + 1) // table.block_size)
-    is_full = (sequences >= table.column("max_batch")) | (free < num_blocks)
-    cost += FULL * is_full - FREE_TIE * table.block_size * free / table.column("pool_tokens")
-    cost += NAME_TIE * table.order
+    is_full = (table.column("share") >= 1.0) | (table.column("free_blocks") < num_blocks)
+    cost += NAME_TIE * table.order - FREE_TIE * table.column("room")
+    cost[is_full] += FULL
     _avoid(cost, table, avoid, AVOIDED)
-    fitting = np.flatnonzero(_fits(table, max_len))
-    return [table.rows[slot].record for slot in _least(fitting, cost[fitting], MAX_DECODE)]
+    cost[~_fits(table, max_len)] = np.inf
+    return [table.rows[slot].record for slot in _least(cost, MAX_DECODE)]
 
 
 def cached_tokens(record: WorkerRecord, num_tokens: int, overlap: Overlap) -> int:
@@ -101,9 +101,8 @@ def _avoid(cost: Column, table: WorkerTable, avoid: Collection[WorkerId], penalt
                 cost[row.slot] += penalty
 
 
-def _least(slots: np.ndarray, cost: Column, count: int) -> list[int]:
-    """The `count` of `slots` that cost least, in that order."""
-    if len(slots) > count:
-        nearest = np.argpartition(cost, count)[:count]
-        slots, cost = slots[nearest], cost[nearest]
-    return [int(slot) for slot in slots[np.argsort(cost)]]
+def _least(cost: Column, count: int) -> list[int]:
+    """The `count` slots that cost least, in that order; none that cost infinitely much."""
+    nearest = np.argpartition(cost, count)[:count] if len(cost) > count else np.arange(len(cost))
+    ordered = nearest[np.argsort(cost[nearest])]
+    return [int(slot) for slot in ordered if cost[slot] < np.inf]

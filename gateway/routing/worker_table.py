@@ -23,6 +23,8 @@ COLUMNS = (
     "ahead",  # prompt tokens to compute before another prompt's: published or sent, whichever is more
     "tokens_per_s",
     "sequences",  # in the batch or waiting for it, published or sent, whichever is more; less the suspended
+    "share",  # of the batch that these would fill
+    "room",  # free part of the pool
     "published",  # sequences that the worker has told of, and those of them that are suspended
     "suspended",
     "running",
@@ -141,7 +143,8 @@ class WorkerRow:
     def pend_sequences(self, num_sequences: int) -> None:
         """So many more were sent; fewer if negative."""
         self.num_pending += num_sequences
-        self._table.set(self.slot, sequences=self.num_sequences)
+        num_sequences = self.num_sequences
+        self._table.set(self.slot, sequences=num_sequences, share=num_sequences / self.record.max_batch)
 
     def set_up(self, is_up: bool) -> None:
         """Whether it can be reached."""
@@ -176,6 +179,8 @@ class WorkerRow:
                 max(load.num_queued_tokens, self.num_pending_tokens),
                 load.tokens_per_s,
                 self.num_sequences,
+                self.num_sequences / record.max_batch,
+                load.num_free_blocks / record.num_blocks,
                 load.num_running + load.num_waiting,
                 load.num_suspended,
                 load.num_running,
