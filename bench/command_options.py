@@ -172,9 +172,7 @@ def systems_of(options: dict[str, Any]) -> list[Any]:
     model, own = options["model"], options["serve_options"]
     chosen = [systems.colocated(model, chunk, options["num_colocated"], own) for chunk in options["chunks"]]
     chosen.append(systems.tandem(model, [*own, *options["tandem_options"]]))
-    chosen += [
-        systems.vllm(model, chunk or None, options["vllm_dtype"]) for chunk in options["vllmchunks_of"]
-    ]
+    chosen += [systems.vllm(model, chunk or None, options["vllm_dtype"]) for chunk in options["vllm_chunks"]]
     return [*chosen, systems.at(options["url"])] if options["url"] else chosen
 
 

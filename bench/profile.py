@@ -33,6 +33,7 @@ from tandem.served import served
 CONTEXT_ROOM = 2304
 PROBE_PROMPT, PROBE_OUTPUT, NUM_PROBES = 16, 24, 5
 PROBE_BATCH = 8
+LONG_PROMPT = 512
 MARGIN = 1e-5
 
 
@@ -67,7 +68,8 @@ async def profile(asked: Asked) -> Profile:
     engines = {half: await host_costs(asked.config, cores[:half], cores[half:])}
     if len(cores) > half:
         engines[len(cores)] = HostCosts.same(await engine_costs(asked.config, cores))
-    link = await link_costs(asked, engines[half])
+    slowdown, link = await served_costs(asked, engines[half])
+    engines = {num_threads: costs.scaled(slowdown) for num_threads, costs in engines.items()}
     spec = geometry.kv_spec
     return Profile(
         model=public_name(asked.config.model),
@@ -140,9 +142,10 @@ def _num_blocks(config: EngineConfig) -> int:
     return 4 * -(-CONTEXT_ROOM // config.block_size) + 64
 
 
-async def link_costs(asked: Asked, costs: HostCosts) -> LinkCosts:
-    """From requests to a real tandem, one at a time and several together: what is left of their times when the steps
-    of an engine are taken away."""
+async def served_costs(asked: Asked, costs: HostCosts) -> tuple[float, LinkCosts]:
+    """From requests to a real tandem: how much longer its steps take than an engine's by itself, since services and
+    clients use the same cores, seen on long prompts; and what is left of short requests' times when those steps are
+    taken away."""
     options = [asked.config.model, "--max-queue", "600", "--dtype", asked.config.dtype.value]
     options += ["--weights", asked.config.weights.value, *asked.options]
     async with served(options) as addresses:
@@ -151,13 +154,28 @@ async def link_costs(asked: Asked, costs: HostCosts) -> LinkCosts:
             await client.find_model()
             single = [await _probe(client, run, 1) for run in range(NUM_PROBES + 1)][1:]
             several = await _probe(client, NUM_PROBES + 2, PROBE_BATCH)
+            long = [await _probe(client, NUM_PROBES + 3 + run, 1, LONG_PROMPT) for run in range(NUM_PROBES)]
         finally:
             await client.close()
-    return _fit(costs, [outcome for (outcome,) in single], several)
+    alone = [outcome for (outcome,) in single]
+    more_s = _median_first_s([outcome for (outcome,) in long]) - _median_first_s(alone)
+    slowdown = max(1.0, more_s / (_prefill_s(costs, LONG_PROMPT) - _prefill_s(costs, PROBE_PROMPT)))
+    return slowdown, _fit(costs.scaled(slowdown), alone, several)
 
 
-async def _probe(client: object, run: int, num_requests: int) -> list[Outcome]:
-    requests = tuple(Planned(0.0, PROBE_PROMPT, PROBE_OUTPUT) for _ in range(num_requests))
+def _prefill_s(costs: HostCosts, num_tokens: int) -> float:
+    """A prompt's one step, with the neighbour idle."""
+    return costs.helped.step_s(num_tokens, 1, num_tokens * (num_tokens + 1) / 2, 0.0)
+
+
+def _median_first_s(outcomes: Sequence[Outcome]) -> float:
+    return statistics.median(outcome.first_token_s for outcome in outcomes)
+
+
+async def _probe(
+    client: object, run: int, num_requests: int, num_prompt: int = PROBE_PROMPT
+) -> list[Outcome]:
+    requests = tuple(Planned(0.0, num_prompt, PROBE_OUTPUT) for _ in range(num_requests))
     outcomes = await open_loop(client, Traffic("probe", requests, run=run), seed=run)  # type: ignore[arg-type]
     broken = [outcome for outcome in outcomes if not outcome.is_whole]
     if broken:
@@ -168,9 +186,7 @@ async def _probe(client: object, run: int, num_requests: int) -> list[Outcome]:
 def _fit(costs: HostCosts, single: Sequence[Outcome], several: Sequence[Outcome]) -> LinkCosts:
     """What is not an engine's step: of a first token, and of the gaps at two batch sizes."""
     usual = LinkCosts()
-    prompt_keys = PROBE_PROMPT * (PROBE_PROMPT + 1) / 2
-    prefill_s = costs.helped.step_s(PROBE_PROMPT, 1, prompt_keys, 0.0)
-    first_s = statistics.median(outcome.first_token_s for outcome in single) - prefill_s
+    first_s = _median_first_s(single) - _prefill_s(costs, PROBE_PROMPT)
     context = PROBE_PROMPT + PROBE_OUTPUT / 2
 
     def beyond_s(outcomes: Sequence[Outcome], batch: int) -> float:

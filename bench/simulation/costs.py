@@ -55,6 +55,10 @@ class HostCosts:
         """Where workers are nobody's neighbours."""
         return cls(costs, costs, costs)
 
+    def scaled(self, factor: float) -> "HostCosts":
+        """Every cost times that."""
+        return HostCosts(self.alone.scaled(factor), self.helped.scaled(factor), self.contended.scaled(factor))
+
 
 @dataclass(frozen=True, slots=True)
 class LinkCosts:

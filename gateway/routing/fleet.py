@@ -11,6 +11,7 @@ from cluster.block_index import BlockIndex
 from cluster.registry import Registry
 from core.clock import loop_time
 from core.ids import Epoch, WorkerId, new_request_id
+from core.load import Load
 from core.worker import Role, WorkerRecord
 from gateway.routing.link import RECONNECT_S, OpenSession, WorkerLink, open_grpc_session
 from gateway.routing.worker_table import WorkerRow, WorkerTable
@@ -159,6 +160,7 @@ class Fleet:
                 break
             pause_s = RECONNECT_S if link.was_up else min(2 * pause_s, MAX_RECONNECT_S)
             await asyncio.sleep(pause_s)
+            link.row.publish(Load())  # what it told in the last session is not known any more
             self._links[key] = WorkerLink(link.row, self._gateway_id, self._open_session)
         link = self._links.pop(key)
         self.tables[link.record.role].remove(link.row)

@@ -78,12 +78,12 @@ async def test_a_decode_worker_that_is_told_to_stop_finishes_what_it_has_and_get
     cluster, client, oracle
 ):
     """More streams than fit: the last ones wait in a queue."""
-    streams = Streams(client, 2 * PLACES + 2, 400)
+    streams = Streams(client, 2 * PLACES + 2, 1200)
     await wait_states(cluster, decoding=2 * PLACES)
     stopping = asyncio.create_task(cluster.processes["decode-0"].stop())
     await asyncio.sleep(0.5)
     assert not stopping.done()
-    later = Streams(client, PLACES, 20)
+    later = Streams(client, 2, 20)  # no more than are let in when no end was seen for long
     cluster.processes["decode-0"].process.terminate()
     assert await stopping == 0
     answers = await streams.assert_right(oracle)
@@ -97,7 +97,7 @@ async def test_a_decode_worker_that_is_told_to_stop_finishes_what_it_has_and_get
 async def test_blocks_that_wait_for_decode_are_fetched_before_their_prefill_worker_exits(
     cluster, client, oracle
 ):
-    streams = Streams(client, 2 * PLACES, 300)
+    streams = Streams(client, 2 * PLACES, 900)
     await wait_states(cluster, decoding=PLACES, pending=PLACES)
     stopping = asyncio.create_task(cluster.processes["prefill-0"].stop())
     await asyncio.sleep(0.3)
