@@ -126,6 +126,7 @@ def test_the_verdict_on_goodput_needs_a_rate_that_was_too_much():
     assert "The tandem loses by 1.43 to the best other (other) on goodput" in lines
 
 
+@pytest.mark.soak
 def test_tune_writes_what_serve_takes_and_simulate_reads_a_profile(tiny_model, tmp_path):
     profile, config = tmp_path / "machine.json", tmp_path / "tandem.toml"
     cost = {"body": [[1, 0.002], [512, 0.05]], "head": [[1, 0.0001], [64, 0.001]]}

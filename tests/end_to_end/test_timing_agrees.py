@@ -22,7 +22,7 @@ from tests.end_to_end.clients import make_request
 from tests.end_to_end.samples import Samples, grown, read_samples
 from tests.end_to_end.spans import Collector
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.soak]
 NUM_REQUESTS = 200
 AT_ONCE = 16
 WITHIN = 0.03
