@@ -29,7 +29,6 @@ ASIDE = (
     "tracing",
     "logs",
     "responses",
-    "sampling",
     "tools",
     "verify",
 )
