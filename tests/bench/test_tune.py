@@ -21,7 +21,7 @@ PROFILE = Profile("m", 1000, 4096, {1: HOST, 2: HostCosts.same(COSTS.scaled(0.6)
 
 
 def traffic(rate: float) -> Traffic:
-    return synthetic(40, rate, 1.0, Lengths(400, 30, 0.5), random.Random(1))
+    return synthetic(20, rate, 1.0, Lengths(400, 30, 0.5), random.Random(1))
 
 
 WISH = tune.Wish(traffic, Slo(first_token_s=2.0, per_token_s=0.1))
