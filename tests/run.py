@@ -20,7 +20,7 @@ class Part(NamedTuple):
     niceness: int
 
 
-COMPUTING = Part(("tests/kernels", "tests/engine", "tests/bench", "tests/tokenizer"), 3)
+COMPUTING = Part(("tests/kernels", "tests/engine", "tests/bench", "tests/tokenizer"), 10)
 ASIDE = (
     "page",
     "cluster_page",
