@@ -192,6 +192,9 @@ def simulate(profile: Path, **options: Any) -> None:
 @click.option(
     "--serve-options", default="", callback=words_of, help="For all that are served: '--weights dense'."
 )
+@click.option(
+    "--grid", "has_grid", is_flag=True, help="Measure a small grid as well: did the search miss any?"
+)
 @traffic_options
 @slo_options
 @click.option("--json", "json_path", default=None, type=FILE, help="Everything simulated and measured.")
@@ -211,9 +214,17 @@ def tune(path: Path, model: str, profile_path: Path | None, **options: Any) -> N
         wish = tuning.Wish(
             lambda rate: replace(asked, rates=(rate,)).traffics()[0], slo_of(options), options["attainment"]
         )
-        cores, told = len(os.sched_getaffinity(0)), options["serve_options"]
         await tuning.run(
-            model, known, wish, asked, cores, options["num_confirmed"], told, path, options["json_path"]
+            model,
+            known,
+            wish,
+            asked,
+            len(os.sched_getaffinity(0)),
+            options["num_confirmed"],
+            options["serve_options"],
+            path,
+            options["json_path"],
+            options["has_grid"],
         )
 
     if not any(options[name] for name in ("slo_ttft", "slo_itl", "slo_gap", "slo_e2e")):

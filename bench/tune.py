@@ -7,6 +7,7 @@ options and moves the best of them one option at a time, until nothing gets bett
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,9 +36,17 @@ PACES = (0.0, 0.3, 0.5, 0.7, 0.9)
 BETTER = 1.02
 """A step of the search is worth it from that ratio on."""
 RATE_STEPS = 7
+SLOWEST_PER_S = 0.01
 NUM_TOPOLOGIES = 2
-AROUND = (0.8, 0.9, 1.0, 1.1, 1.2)
-"""Rates at which a candidate is measured, of its predicted goodput."""
+FAR, NEAR, MAX_RUNS = 1.25, 1.13, 7
+"""A candidate is measured at its predicted goodput, then at FAR times more or less until one rate attains what is
+wished and the next does not, then between these until they are within NEAR."""
+GRID_CHUNKS = (64, 512)
+GRID_PACE = 0.5
+
+
+DEFAULT = Plan(is_one_host=True, max_queue_s=600.0)
+"""What `tandem serve` runs unless told otherwise, but for its queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +86,11 @@ def predicted_per_s(plan: Plan, profile: Profile, wish: Wish) -> float:
 
 def topologies(num_cores: int, profile: Profile) -> Iterator[Plan]:
     """Every division of the host's cores among workers whose engines were profiled."""
-    base = Plan(is_one_host=True, max_queue_s=600.0)
     for num_workers in range(1, num_cores + 1):
         num_threads = num_cores // num_workers
         if num_threads not in profile.engines:
             continue
-        own = replace(base, num_threads=num_threads)
+        own = replace(DEFAULT, num_threads=num_threads)
         yield replace(own, num_colocated=num_workers, borrows=False)
         for num_prefill in range(1, num_workers):
             yield replace(own, num_prefill=num_prefill, num_decode=num_workers - num_prefill)
@@ -133,6 +141,18 @@ def search(
     return sorted(seen.values(), key=lambda made: -made.predicted_per_s)
 
 
+def grid(num_cores: int, profile: Profile, slo: Slo) -> list[Plan]:
+    """A few of everything, to hold the search against: each topology with small and large chunks, tiers also paced.
+    The default is among them."""
+    paces = (0.0,) if slo.per_token_s is None else (0.0, round(GRID_PACE * slo.per_token_s, 4))
+    return [
+        replace(topology, token_budget=chunk, pace_s=pace_s)
+        for topology in topologies(num_cores, profile)
+        for chunk in GRID_CHUNKS
+        for pace_s in (paces[:1] if topology.num_colocated else paces)
+    ]
+
+
 def best_few(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     """The best of each topology, then the best of what is left: the simulator is surest of the order within one."""
     kinds: dict[tuple[int, int, int], Candidate] = {}
@@ -178,24 +198,40 @@ def as_toml(model: str, candidate: Candidate, wish: Wish, traffic: Traffic) -> s
 
 
 async def confirm(
-    candidate: Candidate,
-    model: str,
-    options: Sequence[str],
-    wish: Wish,
-    asked: Asked,
-    parts: Sequence[float] = AROUND,
+    candidate: Candidate, model: str, options: Sequence[str], wish: Wish, asked: Asked
 ) -> Candidate:
-    """Serve and measure it, at rates around what was predicted."""
+    """Serve it and measure its goodput."""
     name = describe(candidate.plan)
     command = [model, "--max-queue", "600", *options, *as_arguments(candidate.plan)]
-    runs = []
+    runs: list[Run] = []
     async with served(command) as addresses:
         with progress_bar(sys.stderr.isatty()) as bar:
-            for run, part in enumerate(parts):
-                traffic = replace(wish.traffic(part * candidate.predicted_per_s), run=run)
+            rate: float | None = max(candidate.predicted_per_s, SLOWEST_PER_S)
+            while rate is not None and len(runs) < MAX_RUNS:
+                traffic = replace(wish.traffic(rate), run=len(runs))
                 runs.append(await measure(Target(addresses["http"]), traffic, wish.slo, asked, name, bar))
-    points = [(run.summary.asked_per_s, run.summary.attainment) for run in runs]
-    return replace(candidate, measured_per_s=goodput_per_s(points, wish.attainment), runs=tuple(runs))
+                rate = next_rate(points_of(runs), wish.attainment)
+    goodput = goodput_per_s(points_of(runs), wish.attainment)
+    return replace(candidate, measured_per_s=goodput, runs=tuple(runs))
+
+
+def points_of(runs: Sequence[Run]) -> list[tuple[float, float]]:
+    """Rate and attainment of each."""
+    return [(run.summary.asked_per_s, run.summary.attainment) for run in runs]
+
+
+def next_rate(points: Sequence[tuple[float, float]], attainment: float) -> float | None:
+    """Where to measure after those (rate, attainment); None when they say where the goodput is."""
+    low = [rate for rate, reached in points if reached >= attainment]
+    high = [rate for rate, reached in points if reached < attainment]
+    if not high:
+        return FAR * max(low)
+    if not low:
+        return min(high) / FAR
+    above = min((rate for rate in high if rate > max(low)), default=None)
+    if above is None or above <= NEAR * max(low):
+        return None
+    return math.sqrt(max(low) * above)
 
 
 def describe(plan: Plan) -> str:
@@ -220,8 +256,10 @@ async def run(
     options: Sequence[str],
     path: Path,
     json_path: Path | None = None,
+    has_grid: bool = False,
 ) -> Candidate:
-    """Search, confirm, and write the best one's file."""
+    """Search, confirm, and write the best one's file. `has_grid`: measure a grid as well, and tell how the best of it
+    compares."""
     console = Console(width=max(110, Console().width))
     with progress_bar(sys.stderr.isatty()) as bar:
         task = bar.add_task("simulating", total=None)
@@ -231,19 +269,57 @@ async def run(
         chosen = [await confirm(candidate, model, options, wish, asked) for candidate in chosen]
         chosen.sort(key=lambda candidate: -(candidate.measured_per_s or 0.0))
     best = chosen[0]
-    _show(found, chosen, console)
+    _show(f"goodput, requests a second: the best of {len(found)} simulated", chosen, console)
+    others: list[Candidate] = []
+    if has_grid:
+        others = await _confirm_grid(
+            grid(num_cores, profile, wish.slo), chosen, profile, wish, model, options, asked
+        )
+        _show("goodput, requests a second: a grid", others, console)
+        console.print(against(best, others), markup=False, soft_wrap=True)
     traffic = wish.traffic(max(best.predicted_per_s, 1e-3))
     report.write(path, as_toml(model, best, wish, traffic))
     console.print(
         f"{describe(best.plan)}: written to {path}; start it with: tandem serve --config {path}", markup=False
     )
     if json_path is not None:
-        report.write(json_path, json.dumps(_json(found, chosen, wish), indent=1))
+        report.write(json_path, json.dumps(_json(found, chosen, others, wish), indent=1))
     return best
 
 
-def _show(found: Sequence[Candidate], chosen: Sequence[Candidate], console: Console) -> None:
-    table = Table(title=f"goodput, requests a second: the best of {len(found)} simulated")
+async def _confirm_grid(
+    plans: Sequence[Plan],
+    chosen: Sequence[Candidate],
+    profile: Profile,
+    wish: Wish,
+    model: str,
+    options: Sequence[str],
+    asked: Asked,
+) -> list[Candidate]:
+    """Measured, the best first; one that was chosen is not measured again."""
+    known = {candidate.plan: candidate for candidate in chosen}
+    measured = []
+    for plan in plans:
+        made = known.get(plan) or Candidate(plan, predicted_per_s(plan, profile, wish))
+        measured.append(
+            made if made.measured_per_s is not None else await confirm(made, model, options, wish, asked)
+        )
+    return sorted(measured, key=lambda candidate: -(candidate.measured_per_s or 0.0))
+
+
+def against(best: Candidate, others: Sequence[Candidate]) -> str:
+    """In words: what was found against the best of a grid, and against the default."""
+    goodput, most = best.measured_per_s or 0.0, others[0].measured_per_s or 0.0
+    told = f"{describe(best.plan)}: {goodput:.2f}, {goodput / max(most, 1e-9):.2f} of the grid's best"
+    for candidate in others:
+        if candidate.plan == replace(DEFAULT, num_threads=candidate.plan.num_threads):
+            default = max(candidate.measured_per_s or 0.0, 1e-9)
+            told += f" and {goodput / default:.2f} of the default ({describe(candidate.plan)})"
+    return told + "."
+
+
+def _show(title: str, chosen: Sequence[Candidate], console: Console) -> None:
+    table = Table(title=title)
     for column in ("configuration", "simulated", "measured"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for candidate in chosen:
@@ -252,7 +328,9 @@ def _show(found: Sequence[Candidate], chosen: Sequence[Candidate], console: Cons
     console.print(table)
 
 
-def _json(found: Sequence[Candidate], chosen: Sequence[Candidate], wish: Wish) -> Mapping[str, object]:
+def _json(
+    found: Sequence[Candidate], chosen: Sequence[Candidate], others: Sequence[Candidate], wish: Wish
+) -> Mapping[str, object]:
     def told(candidate: Candidate) -> dict[str, object]:
         runs = [asdict(run.summary) for run in candidate.runs]
         rates = {"predicted_per_s": candidate.predicted_per_s, "measured_per_s": candidate.measured_per_s}
@@ -263,5 +341,6 @@ def _json(found: Sequence[Candidate], chosen: Sequence[Candidate], wish: Wish) -
         "attainment": wish.attainment,
         "machine": report.machine(),
         "chosen": [told(candidate) for candidate in chosen],
+        "grid": [told(candidate) for candidate in others],
         "simulated": [told(candidate) for candidate in found],
     }

@@ -269,8 +269,8 @@ void fetch(Helper &helper) {
     const sched_param none{};
     cpu_set_t own;
     sched_getaffinity(0, sizeof own, &own);
+    sched_setaffinity(thread, sizeof own, &own);  // first: with that priority it would be in others' way over there
     sched_setscheduler(thread, SCHED_OTHER, &none);
-    sched_setaffinity(thread, sizeof own, &own);
     while (helper.is_inside.load()) sleep_while(helper.is_inside, 1);
     sched_setscheduler(thread, SCHED_IDLE, &none);
     move_to(thread, helper.core);

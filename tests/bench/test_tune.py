@@ -53,6 +53,37 @@ def test_the_few_that_are_measured_are_of_every_topology():
     assert [c.plan for c in tune.best_few(candidates, 1)] == plans[:1]
 
 
+@pytest.mark.parametrize("goodput", [0.4, 0.95, 1.0, 1.4, 3.0])
+def test_a_goodput_is_measured_between_two_rates_that_are_near_each_other(goodput):
+    points, rate = [], 1.0
+    while rate is not None and len(points) < tune.MAX_RUNS:
+        points.append((rate, 1.0 if rate <= goodput else 0.5))
+        rate = tune.next_rate(points, 0.9)
+    assert rate is None
+    low = max(rate for rate, reached in points if reached >= 0.9)
+    assert low <= goodput < tune.NEAR * low * 1.001
+    assert len(points) <= (3 if 0.8 <= goodput <= 1.25 else tune.MAX_RUNS)
+
+
+def test_a_rate_that_did_well_by_chance_beyond_one_that_did_not_ends_the_measuring():
+    assert tune.next_rate([(1.0, 0.95), (1.25, 0.8), (1.12, 0.95), (1.4, 0.95)], 0.9) is None
+
+
+def test_the_grid_has_the_default_and_something_of_every_topology():
+    made = tune.grid(2, PROFILE, WISH.slo)
+    assert len(set(made)) == len(made) == 8
+    assert replace(tune.DEFAULT, num_threads=1) in made
+    assert {plan.pace_s for plan in made if plan.num_colocated} == {0.0}
+    assert len(tune.grid(2, PROFILE, Slo(first_token_s=1.0))) == 6
+
+
+def test_what_was_found_is_told_against_the_best_and_the_default():
+    found = tune.Candidate(Plan(token_budget=64, num_colocated=1), 2.0, 1.9)
+    default = tune.Candidate(tune.DEFAULT, 1.0, 1.0)
+    told = tune.against(found, [tune.Candidate(Plan(num_colocated=1), 2.0, 2.0), default])
+    assert "1.90, 0.95 of the grid's best and 1.90 of the default (1P1D" in told
+
+
 @pytest.mark.parametrize(
     "plan", [Plan(pace_s=0.05, token_budget=128, max_local_tokens=64), Plan(num_colocated=2, block_size=32)]
 )
