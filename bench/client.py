@@ -75,6 +75,16 @@ class Outcome:
     def worst_gap_s(self) -> float:
         return max(self.gaps_s, default=0.0)
 
+    def gaps_between(self, start_s: float, end_s: float) -> list[float]:
+        """Those that end in that part of the run."""
+        at_s = self.sent_s + self.first_token_s
+        found = []
+        for gap_s in self.gaps_s:
+            at_s += gap_s
+            if start_s <= at_s <= end_s:
+                found.append(gap_s)
+        return found
+
     @property
     def is_refused(self) -> bool:
         return self.status in REFUSALS

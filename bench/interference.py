@@ -66,17 +66,6 @@ class Figures:
         return self.beside.p99 / self.quiet.p99
 
 
-def gaps_within(stream: Outcome, start_s: float, end_s: float) -> list[float]:
-    """Those that end in that part of the run."""
-    at_s = stream.sent_s + stream.first_token_s
-    found = []
-    for gap_s in stream.gaps_s:
-        at_s += gap_s
-        if start_s <= at_s <= end_s:
-            found.append(gap_s)
-    return found
-
-
 def figures(scene: Scene, quiet: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Figures:
     """Raises EngineFailed when a request was not answered whole: nothing is measured then."""
     broken = [f"{o.status} {o.error}" for o in (*quiet, *outcomes) if not o.is_whole]
@@ -85,7 +74,7 @@ def figures(scene: Scene, quiet: Sequence[Outcome], outcomes: Sequence[Outcome])
     streams, prompts = outcomes[: scene.num_streams], outcomes[scene.num_streams :]
     start_s = min(prompt.sent_s for prompt in prompts)
     end_s = max(prompt.sent_s + prompt.took_s for prompt in prompts)
-    each = [gaps_within(stream, start_s, end_s) for stream in streams]
+    each = [stream.gaps_between(start_s, end_s) for stream in streams]
     if not all(each):
         raise EngineFailed("a stream had ended before the prompts came: ask for longer ones")
     return Figures(

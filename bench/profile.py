@@ -14,11 +14,12 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 from rich.console import Console
 
-from bench.client import Outcome
+from bench.client import OpenAIClient, Outcome
 from bench.load import open_loop
 from bench.report import machine, write
 from bench.serve import Target
@@ -35,6 +36,12 @@ PROBE_PROMPT, PROBE_OUTPUT, NUM_PROBES = 16, 24, 5
 PROBE_BATCH = 8
 LONG_PROMPT = 512
 MARGIN = 1e-5
+NUM_STREAMS, STREAM_OUTPUT = 4, 360
+BESIDE = (
+    *(Planned(0.0, PROBE_PROMPT, STREAM_OUTPUT) for _ in range(NUM_STREAMS)),
+    *(Planned(1.0 + 0.1 * index, LONG_PROMPT, 1) for index in range(4)),
+)
+"""Streams, and prompts that keep the other tier at work for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,7 @@ async def profile(asked: Asked) -> Profile:
     if len(cores) > half:
         engines[len(cores)] = HostCosts.same(await engine_costs(asked.config, cores))
     slowdown, link = await served_costs(asked, engines[half])
-    engines = {num_threads: costs.scaled(slowdown) for num_threads, costs in engines.items()}
+    engines = {num_threads: slowdown.of(costs) for num_threads, costs in engines.items()}
     spec = geometry.kv_spec
     return Profile(
         model=public_name(asked.config.model),
@@ -142,10 +149,23 @@ def _num_blocks(config: EngineConfig) -> int:
     return 4 * -(-CONTEXT_ROOM // config.block_size) + 64
 
 
-async def served_costs(asked: Asked, costs: HostCosts) -> tuple[float, LinkCosts]:
-    """From requests to a real tandem: how much longer its steps take than an engine's by itself, since services and
-    clients use the same cores, seen on long prompts; and what is left of short requests' times when those steps are
-    taken away."""
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """How much longer steps take in a served system than an engine's by itself: services and clients use the same
+    cores, and have the least room while both tiers compute. `few` and `many` as `StepCosts.scaled` has them."""
+
+    by_itself: float
+    contended_few: float
+    contended_many: float
+
+    def of(self, costs: HostCosts) -> HostCosts:
+        alone, helped = (each.scaled(self.by_itself, self.by_itself) for each in (costs.alone, costs.helped))
+        return HostCosts(alone, helped, costs.contended.scaled(self.contended_few, self.contended_many))
+
+
+async def served_costs(asked: Asked, costs: HostCosts) -> tuple[Slowdown, LinkCosts]:
+    """From requests to a real tandem: long prompts by themselves, and beside streams; and what is left of short
+    requests' times when an engine's steps are taken away."""
     options = [asked.config.model, "--max-queue", "600", "--dtype", asked.config.dtype.value]
     options += ["--weights", asked.config.weights.value, *asked.options]
     async with served(options) as addresses:
@@ -155,17 +175,37 @@ async def served_costs(asked: Asked, costs: HostCosts) -> tuple[float, LinkCosts
             single = [await _probe(client, run, 1) for run in range(NUM_PROBES + 1)][1:]
             several = await _probe(client, NUM_PROBES + 2, PROBE_BATCH)
             long = [await _probe(client, NUM_PROBES + 3 + run, 1, LONG_PROMPT) for run in range(NUM_PROBES)]
+            beside = await _asked(client, 3 * NUM_PROBES, BESIDE)
         finally:
             await client.close()
     alone = [outcome for (outcome,) in single]
-    more_s = _median_first_s([outcome for (outcome,) in long]) - _median_first_s(alone)
-    slowdown = max(1.0, more_s / (_prefill_s(costs, LONG_PROMPT) - _prefill_s(costs, PROBE_PROMPT)))
-    return slowdown, _fit(costs.scaled(slowdown), alone, several)
+    short_s, long_s = _median_first_s(alone), _median_first_s([outcome for (outcome,) in long])
+    longer_s = _prefill_s(costs.helped, LONG_PROMPT) - _prefill_s(costs.helped, PROBE_PROMPT)
+    by_itself = max(1.0, (long_s - short_s) / longer_s)
+    link = _fit(costs.helped.scaled(by_itself, by_itself), alone, several)
+    few, many = _contended(costs.contended, link, beside)
+    return Slowdown(by_itself, few, many), link
 
 
-def _prefill_s(costs: HostCosts, num_tokens: int) -> float:
-    """A prompt's one step, with the neighbour idle."""
-    return costs.helped.step_s(num_tokens, 1, num_tokens * (num_tokens + 1) / 2, 0.0)
+def _contended(costs: StepCosts, link: LinkCosts, outcomes: Sequence[Outcome]) -> tuple[float, float]:
+    """Of streams and of prompts beside each other: by how much both took longer than these costs say."""
+    streams, prompts = outcomes[:NUM_STREAMS], outcomes[NUM_STREAMS:]
+    start_s = min(prompt.sent_s for prompt in prompts)
+    end_s = max(prompt.sent_s + prompt.first_token_s for prompt in prompts)
+    gaps = [gap for stream in streams for gap in stream.gaps_between(start_s, end_s)]
+    if not gaps:
+        raise EngineFailed("the streams had ended before the prompts came")
+    overhead_s = link.step_overhead_s + NUM_STREAMS * link.token_overhead_s
+    context = PROBE_PROMPT + STREAM_OUTPUT / 2
+    few = (fmean(gaps) - overhead_s) / costs.step_s(NUM_STREAMS, NUM_STREAMS, 0.0, NUM_STREAMS * context)
+    way_s = link.front_s + 3 * link.hop_s + link.token_s
+    many = (end_s - start_s - way_s) / (len(prompts) * _prefill_s(costs, LONG_PROMPT))
+    return max(1.0, few), max(1.0, many)
+
+
+def _prefill_s(costs: StepCosts, num_tokens: int) -> float:
+    """A prompt's one step."""
+    return costs.step_s(num_tokens, 1, num_tokens * (num_tokens + 1) / 2, 0.0)
 
 
 def _median_first_s(outcomes: Sequence[Outcome]) -> float:
@@ -173,17 +213,20 @@ def _median_first_s(outcomes: Sequence[Outcome]) -> float:
 
 
 async def _probe(
-    client: object, run: int, num_requests: int, num_prompt: int = PROBE_PROMPT
+    client: OpenAIClient, run: int, num_requests: int, num_prompt: int = PROBE_PROMPT
 ) -> list[Outcome]:
-    requests = tuple(Planned(0.0, num_prompt, PROBE_OUTPUT) for _ in range(num_requests))
-    outcomes = await open_loop(client, Traffic("probe", requests, run=run), seed=run)  # type: ignore[arg-type]
+    return await _asked(client, run, [Planned(0.0, num_prompt, PROBE_OUTPUT)] * num_requests)
+
+
+async def _asked(client: OpenAIClient, run: int, requests: Sequence[Planned]) -> list[Outcome]:
+    outcomes = await open_loop(client, Traffic("probe", tuple(requests), run=run), seed=run)
     broken = [outcome for outcome in outcomes if not outcome.is_whole]
     if broken:
         raise EngineFailed(f"a probe was not answered: {broken[0].status} {broken[0].error}")
     return outcomes
 
 
-def _fit(costs: HostCosts, single: Sequence[Outcome], several: Sequence[Outcome]) -> LinkCosts:
+def _fit(costs: StepCosts, single: Sequence[Outcome], several: Sequence[Outcome]) -> LinkCosts:
     """What is not an engine's step: of a first token, and of the gaps at two batch sizes."""
     usual = LinkCosts()
     first_s = _median_first_s(single) - _prefill_s(costs, PROBE_PROMPT)
@@ -191,7 +234,7 @@ def _fit(costs: HostCosts, single: Sequence[Outcome], several: Sequence[Outcome]
 
     def beyond_s(outcomes: Sequence[Outcome], batch: int) -> float:
         gap_s = statistics.median(gap for outcome in outcomes for gap in outcome.gaps_s)
-        return max(MARGIN, gap_s - costs.helped.step_s(batch, batch, 0.0, batch * context))
+        return max(MARGIN, gap_s - costs.step_s(batch, batch, 0.0, batch * context))
 
     one_s, many_s = beyond_s(single, 1), beyond_s(several, PROBE_BATCH)
     token_overhead_s = max(0.0, (many_s - one_s) / (PROBE_BATCH - 1))

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+FEW_TOKENS = 32
 Points = Sequence[tuple[int, float]]
 
 
@@ -31,13 +32,13 @@ class StepCosts:
         keys_s = self.prefill_key_s * prefill_keys + self.decode_key_s * decode_keys
         return interpolate(self.body, num_tokens) + sampled_s + keys_s
 
-    def scaled(self, factor: float) -> "StepCosts":
-        """Every cost times that."""
+    def scaled(self, few: float, many: float) -> "StepCosts":
+        """Times `few` what a step of a few tokens takes, as when decoding, and times `many` what a larger one does."""
         return StepCosts(
-            tuple((x, y * factor) for x, y in self.body),
-            tuple((x, y * factor) for x, y in self.head),
-            self.prefill_key_s * factor,
-            self.decode_key_s * factor,
+            tuple((x, y * (few if x <= FEW_TOKENS else many)) for x, y in self.body),
+            tuple((x, y * few) for x, y in self.head),
+            self.prefill_key_s * many,
+            self.decode_key_s * few,
         )
 
 
@@ -54,10 +55,6 @@ class HostCosts:
     def same(cls, costs: StepCosts) -> "HostCosts":
         """Where workers are nobody's neighbours."""
         return cls(costs, costs, costs)
-
-    def scaled(self, factor: float) -> "HostCosts":
-        """Every cost times that."""
-        return HostCosts(self.alone.scaled(factor), self.helped.scaled(factor), self.contended.scaled(factor))
 
 
 @dataclass(frozen=True, slots=True)

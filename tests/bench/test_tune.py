@@ -15,9 +15,9 @@ from bench.traffic import Lengths, Traffic, synthetic
 from tandem.cli import main
 
 COSTS = StepCosts(((1, 0.01), (64, 0.05), (512, 0.4)), ((1, 0.001), (64, 0.004)), 1e-8, 1e-8)
-SLOWER = COSTS.scaled(1.2)
-HOST = HostCosts(COSTS, COSTS.scaled(0.6), SLOWER)
-PROFILE = Profile("m", 1000, 4096, {1: HOST, 2: HostCosts.same(COSTS.scaled(0.6))}, LinkCosts())
+SLOWER = COSTS.scaled(1.2, 1.2)
+HOST = HostCosts(COSTS, COSTS.scaled(0.6, 0.6), SLOWER)
+PROFILE = Profile("m", 1000, 4096, {1: HOST, 2: HostCosts.same(COSTS.scaled(0.6, 0.6))}, LinkCosts())
 
 
 def traffic(rate: float) -> Traffic:

@@ -112,7 +112,7 @@ def test_a_shared_prefix_is_computed_once():
 
 
 def test_neighbours_slow_each_other_down_and_idle_ones_help():
-    faster, slower = COSTS.scaled(0.5), COSTS.scaled(2.0)
+    faster, slower = COSTS.scaled(0.5, 0.5), COSTS.scaled(2.0, 2.0)
     profile = replace(PROFILE, engines={1: HostCosts(COSTS, faster, slower)})
     single = Traffic("one", (Planned(0.0, 500, 2),))
 
