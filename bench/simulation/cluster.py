@@ -332,22 +332,25 @@ class Cluster:
         asked.worst_gap_s = max(asked.worst_gap_s, gap_s)
         asked.last_s = now_s
 
-    def _on_leap(self, handoff_id: HandoffId, leap: Leap, num_steps: int) -> None:
-        """A token in each of the leap's first so many steps."""
-        flow = self._flows.get(handoff_id.request_id)
-        if flow is None or not num_steps:
-            return
-        asked, token_s = flow.asked, self._link.token_s
-        if asked.last_s < leap.began_s:  # it has just come, and waited for a step
-            self._note_gap(asked, leap.end_s(1) + token_s)
-            num_gaps = num_steps - 1
-        else:
-            num_gaps = num_steps
-        if num_gaps:
-            self.gaps.add(leap.step_s(num_steps // 2), num_gaps)
-            asked.worst_gap_s = max(asked.worst_gap_s, leap.step_s(num_steps - 1))
-            asked.last_s = leap.end_s(num_steps) + token_s
-        asked.num_tokens += num_steps
+    def _on_leap(self, leap: Leap, num_steps: dict[HandoffId, int]) -> None:
+        """A token of each in each of the leap's first so many steps."""
+        flows, token_s, began_s = self._flows, self._link.token_s, leap.began_s
+        num_equal = 0
+        for handoff_id, own_steps in num_steps.items():
+            flow = flows.get(handoff_id.request_id)
+            if flow is None or not own_steps:
+                continue
+            asked, num_gaps = flow.asked, own_steps
+            asked.num_tokens += own_steps
+            if asked.last_s < began_s:  # it has just come, and waited for a step
+                self._note_gap(asked, leap.end_s(1) + token_s)
+                num_gaps -= 1
+            if num_gaps:
+                num_equal += num_gaps
+                asked.worst_gap_s = max(asked.worst_gap_s, leap.step_s(own_steps - 1))
+                asked.last_s = leap.end_s(own_steps) + token_s
+        if num_equal:
+            self.gaps.add(leap.step_s(leap.num_steps // 2), num_equal)
 
     def _end(self, flow: _Flow) -> None:
         """It is over: whole, or refused by everybody."""

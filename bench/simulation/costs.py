@@ -33,7 +33,7 @@ class StepCosts:
         return interpolate(self.body, num_tokens) + sampled_s + keys_s
 
     def scaled(self, few: float, many: float) -> "StepCosts":
-        """Times `few` what a step of a few tokens takes, as when decoding, and times `many` what a larger one does."""
+        """Times `few` what a step of few tokens takes, as when decoding, times `many` what a larger one does."""
         return StepCosts(
             tuple((x, y * (few if x <= FEW_TOKENS else many)) for x, y in self.body),
             tuple((x, y * few) for x, y in self.head),

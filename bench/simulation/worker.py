@@ -124,12 +124,12 @@ class _DecodeTier(DecodeTier):
 
 
 OnEvents = Callable[["SimWorker", list[AnyEvent]], None]
-OnTokens = Callable[[HandoffId, "Leap", int], None]
+OnTokens = Callable[["Leap", dict[HandoffId, int]], None]
 
 
 class SimWorker:
-    """One engine. `on_events` gets what a report tells, when it does; `on_tokens`, at the end of a leap, that a
-    sequence got a token in each of its first so many steps."""
+    """One engine. `on_events` gets what a report tells, when it does; `on_tokens`, at the end of a leap, in
+    how many of its first steps each sequence got a token."""
 
     def __init__(
         self,
@@ -286,12 +286,12 @@ class SimWorker:
         self.num_steps += num_steps
         self.busy_s += self._timeline.now_s - made.began_s
         scheduler = self.tier.engine.scheduler
-        running = list(scheduler.running)
+        told = dict.fromkeys([sequence.id for sequence in scheduler.running], num_steps)
         ended = leap(scheduler, num_steps, TOKEN)
-        ids = {progress.sequence.id for progress in ended}
-        for sequence in running:
-            self._on_tokens(sequence.id, made, num_steps - (sequence.id in ids))
-        self.tier.engine.note_step(made.step_s(num_steps - 1), len(running))
+        for progress in ended:
+            told[progress.sequence.id] -= 1  # the last one is among the events
+        self._on_tokens(made, told)
+        self.tier.engine.note_step(made.step_s(num_steps - 1), len(told))
         for progress in ended:
             self.tier.report(progress)
         self._tell()
