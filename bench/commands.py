@@ -1,6 +1,5 @@
 """`tandem bench …`: options, and a line or two over the module that does the work, imported only when it runs."""
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine
@@ -40,7 +39,9 @@ def bench() -> None:
 
 
 def _run(work: Coroutine[Any, Any, object]) -> None:
-    _attempt(partial(asyncio.run, work))
+    from tandem import served
+
+    _attempt(partial(served.run, work))
 
 
 def _attempt(work: Callable[[], object]) -> None:

@@ -381,11 +381,12 @@ def verify(
     as_json: bool,
 ) -> None:
     """Compare the tandem with one process, token for token; exit 1 unless all agree."""
+    from tandem import served
     from tandem import verify as verification
 
     try:
         names, own_dtype = connectors.split(","), DType(dtype)
-        sys.exit(asyncio.run(verification.run(model, url, names, short, as_json, transformers, own_dtype)))
+        sys.exit(served.run(verification.run(model, url, names, short, as_json, transformers, own_dtype)))
     except TandemError as error:
         click.echo(f"tandem: {error}", err=True)
         sys.exit(1)

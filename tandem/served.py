@@ -8,17 +8,24 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from core.errors import Unavailable
 
+T = TypeVar("T")
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 LOG_TAIL = 2000
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """To its end, in the main thread. SIGTERM ends it as Ctrl-C does: with the servers that it started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return asyncio.run(work)
 
 
 @contextlib.asynccontextmanager
