@@ -230,6 +230,8 @@ def tune(path: Path, model: str, profile_path: Path | None, **options: Any) -> N
 
     if not any(options[name] for name in ("slo_ttft", "slo_itl", "slo_gap", "slo_e2e")):
         raise click.UsageError("tune needs to know what is wanted: --slo-ttft and --slo-itl, or others")
+    if options["has_grid"] and not options["num_confirmed"]:
+        raise click.UsageError("--grid compares what is measured: --confirm must be at least 1")
     _run(work())
 
 

@@ -43,7 +43,7 @@ FAR, NEAR, MAX_RUNS = 1.25, 1.13, 7
 wished and the next does not, then between these until they are within NEAR."""
 GRID_CHUNKS = (64, 512)
 GRID_PACE = 0.5
-
+"""What the grid has of chunk sizes, and of paces beside none: parts of the time that the SLO allows."""
 
 DEFAULT = Plan(is_one_host=True, max_queue_s=600.0)
 """What `tandem serve` runs unless told otherwise, but for its queue."""

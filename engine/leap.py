@@ -20,14 +20,13 @@ def num_steady_steps(scheduler: Scheduler) -> int:
         if num_tokens - sequence.num_computed != 1 or sequence.guide is not None:
             return 0
         left = sequence.params.max_tokens - num_tokens + sequence.num_prompt_tokens
-        left = min(left, context_len - num_tokens, sequence.credit)
-        if left < num_steps:
-            num_steps = left
+        num_steps = min(num_steps, left, context_len - num_tokens, sequence.credit)
     num_available = scheduler.pool.num_available
-    if len(running) * (num_steps // scheduler.limits.block_size + 1) <= num_available:
-        return max(num_steps, 0)
-    while num_steps > 0 and _num_lacking(scheduler, num_steps) > num_available:
-        num_steps //= 2
+    if (
+        len(running) * (num_steps // scheduler.limits.block_size + 1) > num_available
+    ):  # at most so many are lacking
+        while num_steps > 0 and _num_lacking(scheduler, num_steps) > num_available:
+            num_steps //= 2
     return max(num_steps, 0)
 
 
@@ -46,20 +45,19 @@ def leap(scheduler: Scheduler, num_steps: int, token: Sampled) -> list[Progress]
     scheduler.end_waits(
         [Work(sequence, 1) for sequence in scheduler.running if sequence.waits_since_s is not None]
     )
-    size, context_len, pool = scheduler.limits.block_size, scheduler.limits.context_len, scheduler.pool
+    size, context_len = scheduler.limits.block_size, scheduler.limits.context_len
     new_tokens = [token.token_id] * num_steps
     ended = []
     for sequence in scheduler.running:
         computed_before = sequence.num_computed
         num_lacking = (len(sequence.tokens) + num_steps - 2) // size + 1 - len(sequence.block_ids)
         if num_lacking > 0:
-            fresh = pool.allocate(num_lacking)
+            fresh = scheduler.pool.allocate(num_lacking)
             assert fresh is not None, "fewer blocks than num_steady_steps() counted"
             sequence.block_ids += fresh
         sequence.tokens += new_tokens
         sequence.num_computed += num_steps
-        if pool.has_prefix_cache:
-            scheduler.register_full_blocks(sequence, computed_before)
+        scheduler.register_full_blocks(sequence, computed_before)
         sequence.credit -= num_steps
         reason = sequence.finish_reason(context_len)
         if reason is not None:
