@@ -139,13 +139,14 @@ def worker_main(make_tier: Callable[[Engine, EngineGeometry], Tier], is_sender: 
     channel = EngineChannel(socket.socket(fileno=args.channel_fd))
     from kernels.cpu import crew  # torch comes with it
 
+    pace = Pace(config.pace_s, monotonic, crew.are_others_at_work, crew.lend_core)
     try:
-        tier = make_tier(*_load(config, channel, args.pool_fd, is_sender))
-    except TandemError as error:
-        channel.send(Report([], failure=str(error)))
-        return 2
-    try:
-        run_worker(channel, tier, Pace(config.pace_s, monotonic, crew.are_others_at_work, crew.lend_core))
+        try:
+            tier = make_tier(*_load(config, channel, args.pool_fd, is_sender))
+        except TandemError as error:
+            channel.send(Report([], failure=str(error)))
+            return 2
+        run_worker(channel, tier, pace)
     except ConnectionError:
         logger.info("the service is gone")
     return 0
