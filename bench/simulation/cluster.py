@@ -82,6 +82,7 @@ class _Flow:
     prompt_ids: Sequence[int]
     prefill: WorkerRow | None = None
     decode: WorkerRow | None = None
+    expected: WorkerRow | None = None
     candidates: Sequence[WorkerRecord] = ()
     num_blocks: int = 0
     is_granted: bool = False
@@ -195,6 +196,7 @@ class Cluster:
             self._reserve_next(flow)
             return
         flow.prefill = self._pend(prefill, num_tokens)
+        flow.expected = self._pend(flow.candidates[0], 0) if flow.candidates else None
         self._send(flow.prefill, StartPrompt(self._id(flow), flow.prompt_ids, [], asked.params))  # type: ignore[arg-type]
 
     def _longest_prefix(self, chain: Sequence[BlockHash]) -> dict[Epoch, int]:
@@ -255,6 +257,8 @@ class Cluster:
 
     def _reserve_next(self, flow: _Flow) -> None:
         asked = flow.asked
+        self._leave(flow.expected)
+        flow.expected = None
         if not flow.candidates:
             self._end(flow)
             return
@@ -356,7 +360,7 @@ class Cluster:
         """It is over: whole, or refused by everybody."""
         self._num_waiting_blocks -= flow.num_blocks
         self._admission.ended()
-        for row in (flow.prefill, flow.decode):
+        for row in (flow.prefill, flow.decode, flow.expected):
             self._leave(row)
         del self._flows[RequestId(flow.asked.index)]  # type: ignore[arg-type]
 

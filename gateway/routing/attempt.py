@@ -83,6 +83,7 @@ class Attempt:
         self._num_preempted_before = live.report.num_preemptions
         self._credit = CREDIT_TOKENS
         self._pending_at: WorkerLink | None = None
+        self._expected_at: WorkerLink | None = None
         self._decode_was_asked = False
         self._lifetime = Handoff()
         self._limits = StageLimits(self._num_tokens)
@@ -196,6 +197,7 @@ class Attempt:
         self._limits.begin(Stage.QUEUE)
         self._prefill.subscribe(self.id, self._inbox)
         self._pend(self._prefill)
+        self._expect()
         takes_over = self._taken_over.handoff_id.attempt if self._taken_over is not None else 0
         start = commands.start_prefill(
             self.id, self._prefill.record, self._request, self._committed, self._remaining_s, takes_over
@@ -217,6 +219,7 @@ class Attempt:
 
     def _reserve_next(self) -> None:
         """Ask the next candidate for blocks: at once, but the last one may let us wait for room."""
+        self._stop_expecting()
         self._decode = self._next_candidate()
         self._decode.subscribe(self.id, self._inbox)
         if self._is_local:
@@ -380,6 +383,7 @@ class Attempt:
     def _end(self, reason: str) -> None:
         """Abort what is still live. The answers are not waited for: the workers hold the truth about their blocks."""
         self._lifetime.end(HandoffState.ABORTED)
+        self._stop_expecting()
         self._abort_prefill(reason)
         if self._decode is not None:
             self._decode.send(commands.abort_decode(self.id, reason))
@@ -399,6 +403,18 @@ class Attempt:
         if state is HandoffState.DECODING:
             self._is_handed_over.set()
         self._rows.update(self.id, state.value, self._report.prefill_worker_id, self._report.decode_worker_id)
+
+    def _expect(self) -> None:
+        """The first candidate will be asked once prefill has begun, and counts this from now on: others of a burst,
+        who are routed meanwhile, would all choose the same one."""
+        self._expected_at = self._fleet.find(self._candidates[0]) if self._candidates else None
+        if self._expected_at is not None:
+            self._expected_at.row.pend_sequences(1)
+
+    def _stop_expecting(self) -> None:
+        if self._expected_at is not None:
+            self._expected_at.row.pend_sequences(-1)
+            self._expected_at = None
 
     def _pend(self, link: WorkerLink) -> None:
         """The prompt is to be computed there, and counts until it is."""

@@ -81,7 +81,8 @@ class Rig:
 
     def assert_clean(self) -> None:
         for link in self.fleet.links:
-            assert (link.num_open, link.row.num_pending_tokens) == (0, 0), link.record.worker_id
+            counted = (link.num_open, link.row.num_pending, link.row.num_pending_tokens)
+            assert counted == (0, 0, 0), link.record.worker_id
         assert not self.rows._live
 
     async def close(self) -> None:

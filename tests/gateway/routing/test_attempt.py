@@ -26,6 +26,7 @@ from core.worker import Role
 from gateway.generation import GenerationRequest, OutputToken
 from gateway.routing.attempt import CREDIT_TOKENS, RESERVE_WAIT_S, Attempt
 from gateway.routing.live import HandoffReport, Live
+from gateway.routing.router import rank_decode
 from gateway.timing import Mark, StageClock
 from proto import convert
 from proto import session_pb2 as pb
@@ -177,6 +178,26 @@ async def test_the_usual_way(rig):
     assert (report.num_kv_bytes, report.connector, report.num_cached_tokens) == (99, "shm", 16)
     assert (report.prefill_worker_id, report.decode_worker_id) == ("p0", "d0")
     assert all(worker.commands.empty() for worker in rig.workers), "nothing is left to be aborted"
+
+
+async def test_a_burst_spreads_before_prefill_has_begun_any_of_it(rig):
+    def best() -> str:
+        return rank_decode(rig.fleet.tables[Role.DECODE], len(PROMPT), len(PROMPT) + 32, {})[0].worker_id
+
+    idle = best()
+    assert idle == rig.decode[0].record.worker_id
+    run = begin(rig)
+    await run.settle()
+    assert best() != idle
+    run.emit_started()
+    await run.settle()
+    assert best() != idle
+    link = rig.fleet.find(rig.decode[0].record)
+    assert link is not None
+    assert link.row.num_pending == 1
+    run.live.cancelled.set()
+    assert isinstance(await run.end(), Cancelled)
+    assert best() == idle
 
 
 async def test_the_first_token_waits_for_the_grant(rig):
