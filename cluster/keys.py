@@ -23,5 +23,8 @@ class Keys:
     def blocks_of(self, worker_id: WorkerId, epoch: Epoch) -> str:
         return f"{self.prefix}blocks:{worker_id}:{epoch}"
 
+    def sequence_of(self, worker_id: WorkerId, epoch: Epoch) -> str:
+        return f"{self.prefix}sequence:{worker_id}:{epoch}"
+
     def handoff(self, handoff_id: HandoffId) -> str:
         return f"{self.prefix}handoff:{handoff_id}"

@@ -44,3 +44,10 @@ def hash_chain(
         chain.append(block)
         parent = block
     return chain
+
+
+def pool_chain(chain: Sequence[BlockHash], block_size: int) -> Sequence[BlockHash]:
+    """The hashes of the full blocks of a pool, each that of its last hash block. `block_size`, in tokens, is a
+    multiple of HASH_BLOCK_TOKENS."""
+    per_block = block_size // HASH_BLOCK_TOKENS
+    return chain[per_block - 1 :: per_block]

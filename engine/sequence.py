@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from core.block_hash import HASH_BLOCK_TOKENS, hash_block
+from core.block_hash import HASH_BLOCK_TOKENS, hash_block, pool_chain
 from core.ids import BlockHash, BlockId, HandoffId
 from core.sampling import SamplingParams
 from core.scores import PromptScore
@@ -94,7 +94,7 @@ class Sequence:
             parent = self._chain[-1] if self._chain else b""
             ids = self.tokens[start : start + HASH_BLOCK_TOKENS]
             self._chain.append(hash_block(parent, ids, self.fingerprint))
-        return self._chain[per_block - 1 : num_blocks * per_block : per_block]
+        return list(pool_chain(self._chain[: num_blocks * per_block], block_size))
 
     def max_len(self, context_len: int) -> int:
         """How many tokens it may become, at least one more than it has."""

@@ -25,9 +25,14 @@ class GenerationRequest:
     trace_parent: str = ""
     request_id: RequestId = field(default_factory=new_request_id)
 
+    @property
+    def is_scored(self) -> bool:
+        """Its prompt's tokens are to be scored, and for that computed, cached or not."""
+        return self.params.num_prompt_logprobs >= 0
+
     def lacks_scores(self, scores: Sequence[PromptScore]) -> bool:
         """Whether the prompt's tokens are to be scored and these are not all: the first has none."""
-        return self.params.num_prompt_logprobs >= 0 and len(scores) < len(self.prompt_ids) - 1
+        return self.is_scored and len(scores) < len(self.prompt_ids) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 import uvicorn
 
 from cluster.background import keep_running
-from cluster.block_index import BlockIndex
 from cluster.handoff_rows import HandoffRows
 from cluster.registry import Registry
 from cluster.store import Store
@@ -28,6 +27,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.routing.admission import Admission
 from gateway.routing.fleet import Fleet
 from gateway.routing.orchestrator import Orchestrator
+from gateway.routing.prefix_index import PrefixIndex
 from gateway.serving import Serving
 from gateway.text.grammar_checker import GrammarChecker
 from gateway.text.tokenizer import TextTokenizer
@@ -43,20 +43,20 @@ async def serve(config: GatewayConfig) -> int:
     model = resolve_model(config.model)
     tokenizer = TextTokenizer(await asyncio.to_thread(load_tokenizer_files, model))
     store = Store(config.redis_url, config.cluster)
-    index = BlockIndex(store)
+    prefixes = PrefixIndex(store)
     model_id = config.model_id or public_name(config.model)
-    fleet = Fleet(Registry(store), model_id, index)
+    fleet = Fleet(Registry(store), model_id, prefixes)
     metrics = GatewayMetrics(lambda: fleet.links)
     rows = HandoffRows(store)
     orchestrator = Orchestrator(
-        fleet, index, rows, metrics, Admission(config.max_queue_s), config.max_local_tokens
+        fleet, prefixes, rows, metrics, Admission(config.max_queue_s), config.max_local_tokens
     )
     grammars = GrammarChecker(model)
     tracing = start_tracing(config.otlp, "tandem-gateway", fleet.gateway_id)
     serving = Serving(
         model_id, tokenizer, fleet, orchestrator, metrics, grammars, config.request_timeout_s, tracing
     )
-    loops = {"discovery": fleet.run, "handoff rows": rows.run}
+    loops = {"discovery": fleet.run, "handoff rows": rows.run, "prefix index": prefixes.run}
     background = [asyncio.create_task(keep_running(name, loop)) for name, loop in loops.items()]
     gc.collect()
     gc.freeze()  # nothing that was loaded is looked at again: a full collection would hold everybody up for it

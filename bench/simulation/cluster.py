@@ -6,14 +6,14 @@ and block pools are those that serve; what is here is the way between them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bench.simulation.costs import HostCosts, Profile
 from bench.simulation.events import Timeline
 from bench.simulation.host import Host
 from bench.simulation.requests import Asked, Gaps
 from bench.simulation.worker import Leap, SimWorker, StepMeter, WorkerClock, make_tier
-from core.block_hash import HASH_BLOCK_TOKENS
+from core.block_hash import HASH_BLOCK_TOKENS, pool_chain
 from core.errors import Busy
 from core.grant import FirstToken
 from core.ids import BlockHash, Epoch, HandoffId, RequestId, WorkerId
@@ -37,7 +37,8 @@ from engine.messages import (
 )
 from engine.scheduler import SchedulerLimits
 from gateway.routing.admission import Admission
-from gateway.routing.router import cached_tokens, choose_prefill, rank_decode
+from gateway.routing.prefix_mirror import Expectation, PrefixMirror
+from gateway.routing.router import Overlap, cached_tokens, choose_route
 from gateway.routing.stage_limits import RESERVE_WAIT_S
 from gateway.routing.worker_table import WorkerRow, WorkerTable
 
@@ -83,7 +84,10 @@ class _Flow:
     prefill: WorkerRow | None = None
     decode: WorkerRow | None = None
     expected: WorkerRow | None = None
+    expectation: Expectation | None = None
+    num_lacking: int = 0
     candidates: Sequence[WorkerRecord] = ()
+    overlap: Overlap = field(default_factory=dict)
     num_blocks: int = 0
     is_granted: bool = False
     is_computed: bool = False
@@ -105,7 +109,7 @@ class Cluster:
         self._flows: dict[RequestId, _Flow] = {}
         self._of_row: dict[Epoch, SimWorker] = {}
         self._rows: dict[Epoch, WorkerRow] = {}
-        self._index: dict[BlockHash, set[Epoch]] = {}
+        self._mirror = PrefixMirror(max_blocks=1 << 40)
         self._num_waiting_blocks = 0
         self._host = Host(self.timeline, plan.borrows) if plan.is_one_host else None
         own = costs or profile.engines[plan.num_threads]
@@ -156,6 +160,7 @@ class Cluster:
         row = self.tables[role].add(record)
         row.set_up(True)
         row.publish(worker.load)
+        self._mirror.add(epoch)
         self.workers.append(worker)
         self._of_row[epoch], self._rows[epoch] = worker, row
 
@@ -183,40 +188,46 @@ class Cluster:
 
     def _route(self, flow: _Flow) -> None:
         asked, num_tokens = flow.asked, flow.asked.num_prompt
-        overlap = self._longest_prefix(asked.chain)
         max_len = num_tokens + asked.params.max_tokens
-        prefill = choose_prefill(self.tables[Role.PREFILL], num_tokens, overlap)
-        table = self.tables[Role.DECODE]
-        flow.candidates = rank_decode(table, num_tokens, max_len, overlap, is_local=prefill is None)
-        asked.is_local = prefill is None
-        if self.plan.max_local_tokens and flow.candidates:
-            lacking = num_tokens - cached_tokens(flow.candidates[0], num_tokens, overlap)
-            asked.is_local = asked.is_local or lacking <= self.plan.max_local_tokens
-        if prefill is None or asked.is_local:
+        overlap = self._overlap(asked.chain)
+        route = choose_route(self.tables, num_tokens, max_len, overlap, self.plan.max_local_tokens)
+        flow.candidates, flow.overlap = route.decode, overlap
+        asked.is_local = route.prefill is None
+        if route.prefill is None:
             self._reserve_next(flow)
             return
-        flow.prefill = self._pend(prefill, num_tokens)
-        flow.expected = self._pend(flow.candidates[0], 0) if flow.candidates else None
+        flow.prefill = self._pend(route.prefill)
+        self._compute(flow, flow.prefill)
+        flow.expected = self._pend(flow.candidates[0]) if flow.candidates else None
         self._send(flow.prefill, StartPrompt(self._id(flow), flow.prompt_ids, [], asked.params))  # type: ignore[arg-type]
 
-    def _longest_prefix(self, chain: Sequence[BlockHash]) -> dict[Epoch, int]:
-        """Who holds how many leading blocks, as the index says."""
-        holders: dict[Epoch, int] = {}
-        for number, block_hash in enumerate(chain, 1):
-            found = self._index.get(block_hash)
-            if not found:
-                break
-            for epoch in found:
-                if holders.get(epoch, 0) == number - 1:
-                    holders[epoch] = number
-        return holders
+    def _overlap(self, chain: Sequence[BlockHash]) -> Overlap:
+        """Leading hash blocks that each holds."""
+        if not self.plan.has_prefix_cache:
+            return {}
+        depths = self._mirror.longest_prefix(pool_chain(chain, self.plan.block_size))
+        return {epoch: depth * self.plan.block_size // HASH_BLOCK_TOKENS for epoch, depth in depths.items()}
 
-    def _pend(self, record: WorkerRecord, num_tokens: int) -> WorkerRow:
+    def _pend(self, record: WorkerRecord) -> WorkerRow:
         row = self._rows[record.epoch]
         row.pend_sequences(1)
-        if num_tokens:
-            row.pend_tokens(num_tokens)
         return row
+
+    def _compute(self, flow: _Flow, row: WorkerRow) -> None:
+        """The prompt is to be computed there, and counts until it is."""
+        asked = flow.asked
+        flow.num_lacking = asked.num_prompt - cached_tokens(row.record, asked.num_prompt, flow.overlap)
+        row.pend_tokens(flow.num_lacking)
+        if self.plan.has_prefix_cache:
+            flow.expectation = self._mirror.expect(
+                row.record.epoch, pool_chain(asked.chain, self.plan.block_size)
+            )
+
+    def _computed(self, flow: _Flow, row: WorkerRow) -> None:
+        row.pend_tokens(-flow.num_lacking)
+        flow.num_lacking = 0
+        if flow.expectation is not None:
+            self._mirror.end(flow.expectation)
 
     def _id(self, flow: _Flow) -> HandoffId:
         return HandoffId(RequestId(flow.asked.index), 1)  # type: ignore[arg-type]
@@ -251,7 +262,10 @@ class Cluster:
             case First():
                 self._on_first(flow)
             case WorkFailed():
-                self._leave(flow.decode, flow.asked.num_prompt if flow.asked.is_local else 0)
+                assert flow.decode is not None
+                if flow.asked.is_local:
+                    self._computed(flow, flow.decode)
+                self._leave(flow.decode)
                 flow.decode = None
                 self._reserve_next(flow)
 
@@ -263,7 +277,9 @@ class Cluster:
             self._end(flow)
             return
         record, *flow.candidates = flow.candidates
-        flow.decode = self._pend(record, asked.num_prompt if asked.is_local else 0)
+        flow.decode = self._pend(record)
+        if asked.is_local:
+            self._compute(flow, flow.decode)
         wait_s = 0.0 if flow.candidates else RESERVE_WAIT_S
         reserve = Reserve(self._id(flow), flow.prompt_ids, [], asked.params, wait_s, CREDIT, asked.is_local)  # type: ignore[arg-type]
         self._send(flow.decode, reserve)
@@ -281,7 +297,7 @@ class Cluster:
     def _on_first(self, flow: _Flow) -> None:
         flow.is_computed = True
         assert flow.prefill is not None
-        flow.prefill.pend_tokens(-flow.asked.num_prompt)
+        self._computed(flow, flow.prefill)
         if flow.asked.params.max_tokens == 1:
             self._first_token(flow.asked)
             self._send(flow.prefill, Release(self._id(flow)))
@@ -323,7 +339,7 @@ class Cluster:
             self._num_waiting_blocks -= flow.num_blocks
             flow.num_blocks = 0
             assert flow.decode is not None
-            flow.decode.pend_tokens(-asked.num_prompt)
+            self._computed(flow, flow.decode)
         else:
             self._note_gap(asked, self.timeline.now_s + self._link.token_s)
             asked.num_tokens += 1
@@ -364,23 +380,16 @@ class Cluster:
             self._leave(row)
         del self._flows[RequestId(flow.asked.index)]  # type: ignore[arg-type]
 
-    def _leave(self, row: WorkerRow | None, num_tokens: int = 0) -> None:
+    def _leave(self, row: WorkerRow | None) -> None:
         if row is not None:
             row.pend_sequences(-1)
-            row.pend_tokens(-num_tokens)
 
     def _follow_cache(self, worker: SimWorker) -> None:
         if not self.plan.has_prefix_cache:
             return
-        epoch = worker.record.epoch
         for is_stored, block_hash in worker.tier.engine.scheduler.pool.drain_changes():
-            if is_stored:
-                self._index.setdefault(block_hash, set()).add(epoch)
-            else:
-                holders = self._index[block_hash]
-                holders.discard(epoch)
-                if not holders:
-                    del self._index[block_hash]
+            change = self._mirror.store if is_stored else self._mirror.discard
+            change(worker.record.epoch, (block_hash,))
 
 
 _ANY = [BlockHash(b"")] * (1 << 16)

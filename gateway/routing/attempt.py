@@ -27,10 +27,13 @@ from core.ids import HandoffId, WorkerId
 from core.worker import WorkerRecord
 from gateway.generation import OutputToken
 from gateway.routing import commands
+from gateway.routing.claims import Claims
 from gateway.routing.fleet import Fleet
 from gateway.routing.lease import Lease
 from gateway.routing.link import CANCELLED, Cancel, FromWorker, Inbox, LinkLost, WorkerLink
 from gateway.routing.live import Live
+from gateway.routing.prefix_index import PrefixIndex
+from gateway.routing.router import Route
 from gateway.routing.stage_limits import RESERVE_WAIT_S, Stage, StageLimits
 from gateway.timing import Mark
 from proto import convert
@@ -50,13 +53,12 @@ class Attempt:
         live: Live,
         committed: Sequence[int],
         fleet: Fleet,
-        prefill: WorkerRecord | None,
-        decode: Sequence[WorkerRecord],
+        route: Route,
         rows: HandoffRows,
+        prefixes: PrefixIndex,
         taken_over: Lease | None = None,
     ) -> None:
-        """Without a prefill worker the decode worker computes the prompt itself, if it is short enough for that. A
-        lease to be taken over must be of `prefill`."""
+        """A lease to be taken over must be of the route's prefill worker."""
         self.id = HandoffId(live.request.request_id, live.report.num_attempts)
         self._request = live.request
         self._committed = tuple(committed)
@@ -73,17 +75,16 @@ class Attempt:
         self._early: list[FromWorker] = []
         self._cancelled = live.cancelled
         self._is_handed_over = live.is_handed_over
-        self._prefill: WorkerLink | None = fleet.link(prefill) if prefill is not None else None
-        self._is_local = prefill is None
+        self._prefill: WorkerLink | None = fleet.link(route.prefill) if route.prefill is not None else None
+        self._is_local = route.prefill is None
         self._began_after_s = 0.0
         self._decode: WorkerLink | None = None
-        self._candidates = list(decode)
+        self._candidates = list(route.decode)
         self._first: types.FirstToken | None = None
         self._next_position = len(committed)
         self._num_preempted_before = live.report.num_preemptions
         self._credit = CREDIT_TOKENS
-        self._pending_at: WorkerLink | None = None
-        self._expected_at: WorkerLink | None = None
+        self._claims = Claims(fleet, prefixes, live.request, self._num_tokens, route.overlap)
         self._decode_was_asked = False
         self._lifetime = Handoff()
         self._limits = StageLimits(self._num_tokens)
@@ -196,8 +197,8 @@ class Attempt:
         self._tell_state()
         self._limits.begin(Stage.QUEUE)
         self._prefill.subscribe(self.id, self._inbox)
-        self._pend(self._prefill)
-        self._expect()
+        self._claims.compute(self._prefill)
+        self._claims.place(self._candidates[0] if self._candidates else None)
         takes_over = self._taken_over.handoff_id.attempt if self._taken_over is not None else 0
         start = commands.start_prefill(
             self.id, self._prefill.record, self._request, self._committed, self._remaining_s, takes_over
@@ -211,6 +212,8 @@ class Attempt:
     def _on_started(self, started: pb.PrefillStarted) -> None:
         self._clock.mark(Mark.STARTED)
         self._report.add_hits("prefill", started.num_cached_tokens)
+        if self._taken_over is None:
+            self._claims.observe(started.num_cached_tokens)
         self._covered = self._committed[: started.num_output_ids]
         self._limits.end(Stage.QUEUE)
         if self._first is None:
@@ -219,11 +222,11 @@ class Attempt:
 
     def _reserve_next(self) -> None:
         """Ask the next candidate for blocks: at once, but the last one may let us wait for room."""
-        self._stop_expecting()
+        self._claims.place(None)
         self._decode = self._next_candidate()
         self._decode.subscribe(self.id, self._inbox)
         if self._is_local:
-            self._pend(self._decode)
+            self._claims.compute(self._decode)
         self._limits.begin(Stage.LOCAL_PREFILL if self._is_local else Stage.GRANT)
         reserve = commands.reserve_decode(
             self.id,
@@ -264,7 +267,7 @@ class Attempt:
     def _on_first_token(self, event: pb.PrefillFirstToken) -> list[OutputToken]:
         self._clock.mark(Mark.FIRST_TOKEN)
         self._limits.end(Stage.QUEUE, Stage.PREFILL)
-        self._settle()
+        self._claims.computed()
         self._first = _only(event.first_tokens)
         if self._first.finish_reason:
             self._report.decode_worker_id = ""
@@ -328,7 +331,8 @@ class Attempt:
         if self._is_local and self._lifetime.state is HandoffState.PENDING and self._decode is not None:
             self._report.decode_worker_id = self._decode.record.worker_id
             self._report.add_hits("local", token.num_cached_tokens)
-            self._settle()
+            self._claims.observe(token.num_cached_tokens)
+            self._claims.computed()
             self._advance(HandoffState.DECODING)
             took_s = self._clock.since(Mark.ARRIVED) - self._began_after_s
             self._clock.mark(Mark.STARTED, max(took_s - token.queue_s, 0.0))
@@ -383,7 +387,7 @@ class Attempt:
     def _end(self, reason: str) -> None:
         """Abort what is still live. The answers are not waited for: the workers hold the truth about their blocks."""
         self._lifetime.end(HandoffState.ABORTED)
-        self._stop_expecting()
+        self._claims.place(None)
         self._abort_prefill(reason)
         if self._decode is not None:
             self._decode.send(commands.abort_decode(self.id, reason))
@@ -404,38 +408,15 @@ class Attempt:
             self._is_handed_over.set()
         self._rows.update(self.id, state.value, self._report.prefill_worker_id, self._report.decode_worker_id)
 
-    def _expect(self) -> None:
-        """The first candidate will be asked once prefill has begun, and counts this from now on: others of a burst,
-        who are routed meanwhile, would all choose the same one."""
-        self._expected_at = self._fleet.find(self._candidates[0]) if self._candidates else None
-        if self._expected_at is not None:
-            self._expected_at.row.pend_sequences(1)
-
-    def _stop_expecting(self) -> None:
-        if self._expected_at is not None:
-            self._expected_at.row.pend_sequences(-1)
-            self._expected_at = None
-
-    def _pend(self, link: WorkerLink) -> None:
-        """The prompt is to be computed there, and counts until it is."""
-        self._pending_at = link
-        link.row.pend_tokens(self._num_tokens)
-
-    def _settle(self, link: WorkerLink | None = None) -> None:
-        """It does not count any more, there or (None) wherever it did."""
-        if self._pending_at is not None and link in (None, self._pending_at):
-            self._pending_at.row.pend_tokens(-self._num_tokens)
-            self._pending_at = None
-
     def _leave_prefill(self) -> None:
-        self._settle(self._prefill)
+        self._claims.computed(self._prefill)
         if self._prefill is not None:
             self._prefill.unsubscribe(self.id)
             self._prefill = None
 
     def _leave_decode(self) -> None:
         if self._decode is not None:
-            self._settle(self._decode)
+            self._claims.computed(self._decode)
             self._decode.unsubscribe(self.id)
             self._decode = None
 

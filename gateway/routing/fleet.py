@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cluster.block_index import BlockIndex
 from cluster.registry import Registry
+from core.block_hash import HASH_BLOCK_TOKENS
 from core.clock import loop_time
 from core.ids import Epoch, WorkerId, new_request_id
 from core.load import Load
 from core.worker import Role, WorkerRecord
 from gateway.routing.link import RECONNECT_S, OpenSession, WorkerLink, open_grpc_session
+from gateway.routing.prefix_index import PrefixIndex
 from gateway.routing.worker_table import WorkerRow, WorkerTable
 
 logger = logging.getLogger(__name__)
@@ -39,12 +40,12 @@ class Fleet:
         self,
         registry: Registry,
         model_id: str,
-        index: BlockIndex,
+        prefixes: PrefixIndex,
         open_session: OpenSession = open_grpc_session,
     ) -> None:
         self._registry = registry
         self._model_id = model_id
-        self._index = index
+        self._prefixes = prefixes
         self._open_session = open_session
         self._reference: WorkerRecord | None = None
         self._gateway_id = f"gateway-{new_request_id()[:8]}"
@@ -88,6 +89,11 @@ class Fleet:
         return self._reference.kv_spec.fingerprint if self._reference is not None else ""
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a block in all pools; that of a hash block until a worker is known."""
+        return self._reference.kv_spec.block_size if self._reference is not None else HASH_BLOCK_TOKENS
+
+    @property
     def is_ready(self) -> bool:
         """Both tiers can be reached, or a decode worker that needs no prefill tier."""
         decode = self.candidates(Role.DECODE)
@@ -125,6 +131,7 @@ class Fleet:
             if key not in self._links:
                 row = self.tables[record.role].add(record)
                 self._links[key] = WorkerLink(row, self._gateway_id, self._open_session)
+                self._prefixes.follow(record)
                 self._tasks[key] = asyncio.create_task(self._keep(key))
 
     def _is_usable(self, record: WorkerRecord) -> bool:
@@ -168,7 +175,7 @@ class Fleet:
         self._tasks.pop(key, None)
         if not self._links:
             self._reference = None
-        await self._index.drop(*key)
+        await self._prefixes.leave(link.record)
 
     async def _hold(self, link: WorkerLink) -> str:
         """One session from beginning to end; why it ended."""

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Sequence
 
-from cluster.block_index import BlockIndex
 from cluster.handoff_rows import HandoffRows
 from core.errors import Busy, Cancelled, DeadlineExceeded, TandemError, Unavailable, WorkerLost
 from core.handoff import HandoffState
@@ -26,7 +25,8 @@ from gateway.routing.attempt import Attempt
 from gateway.routing.fleet import Fleet
 from gateway.routing.lease import Lease
 from gateway.routing.live import HandoffReport, Live
-from gateway.routing.router import Overlap, cached_tokens, choose_prefill, rank_decode
+from gateway.routing.prefix_index import PrefixIndex
+from gateway.routing.router import Overlap, Route, choose_route
 from gateway.timing import Mark, StageClock, StageSpan, Timing
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Orchestrator:
     def __init__(
         self,
         fleet: Fleet,
-        index: BlockIndex,
+        prefixes: PrefixIndex,
         rows: HandoffRows,
         metrics: GatewayMetrics,
         admission: Admission | None = None,
@@ -51,7 +51,7 @@ class Orchestrator:
         """A prompt of which its decode worker lacks at most `max_local_tokens` is computed there: no handoff."""
         self.admission = admission or Admission(math.inf)
         self._fleet = fleet
-        self._index = index
+        self._prefixes = prefixes
         self._rows = rows
         self._metrics = metrics
         self.gaps = metrics.gaps
@@ -128,9 +128,9 @@ class Orchestrator:
     async def _attempt(self, live: Live, history: "History") -> AsyncGenerator[OutputToken, None]:
         if live.request.lacks_scores(live.report.prompt_scores):
             history.give_back()  # nobody tells the scores of a prompt that is not computed again
-        prefill, decode = await self._route(live, history)
-        lease = history.take(prefill)
-        attempt = Attempt(live, history.committed, self._fleet, prefill, decode, self._rows, lease)
+        route = await self._route(live, history)
+        lease = history.take(route.prefill)
+        attempt = Attempt(live, history.committed, self._fleet, route, self._rows, self._prefixes, lease)
         if lease is not None:
             self._metrics.resends.inc()
         try:
@@ -140,33 +140,31 @@ class Orchestrator:
         finally:
             history.note(attempt)
 
-    async def _route(self, live: Live, history: "History") -> tuple[WorkerRecord | None, list[WorkerRecord]]:
-        """One prefill worker and the decode workers in order of preference, from what is known now. No prefill
-        worker: the decode worker computes the prompt; unless that is all it is there for, counted and reported.
-        Raises WorkerLost without any."""
-        request, avoid, tables = live.request, history.avoid, self._fleet.tables
-        overlap = await self._overlap(live)
-        num_tokens = len(request.prompt_ids) + len(history.committed)
-        max_len = len(request.prompt_ids) + request.params.max_tokens
-        prefill = history.holder or choose_prefill(tables[Role.PREFILL], num_tokens, overlap, avoid)
-        decode = rank_decode(
-            tables[Role.DECODE], num_tokens, max_len, overlap, avoid, is_local=prefill is None
+    async def _route(self, live: Live, history: "History") -> Route:
+        """Who is to serve it, from what is known now; that a decode worker computes the prompt where others could is
+        counted and reported. Raises WorkerLost when no decode worker is left."""
+        request = live.request
+        route = choose_route(
+            self._fleet.tables,
+            len(request.prompt_ids) + len(history.committed),
+            len(request.prompt_ids) + request.params.max_tokens,
+            await self._overlap(live),
+            self._max_local_tokens,
+            history.avoid,
+            history.holder,
+            history.may_be_local,
         )
-        if not decode:
+        if not route.decode:
             raise WorkerLost("no decode worker is left")
-        num_uncached = num_tokens - cached_tokens(decode[0], num_tokens, overlap)
-        if prefill is not None and (num_uncached > self._max_local_tokens or not history.may_be_local):
-            return prefill, decode
-        history.is_local_by_choice = prefill is not None
-        if prefill is not None or not decode[0].is_colocated:
-            cause = "short_prompt" if prefill is not None else "no_prefill_worker"
-            live.report.causes.append(cause)
-            self._metrics.local_prefills.labels(cause=cause).inc()
-        return None, decode
+        history.is_local_by_choice = route.cause not in ("", "no_prefill_worker")
+        if route.cause:
+            live.report.causes.append(route.cause)
+            self._metrics.local_prefills.labels(cause=route.cause).inc()
+        return route
 
     async def _overlap(self, live: Live) -> Overlap:
         """Who holds how much of the prompt: what the index says, and those who have just had all of it."""
-        overlap = dict(await self._index.longest_prefix(live.request.chain))
+        overlap = await self._prefixes.overlap(live.request.chain, self._fleet.block_size)
         hosts = live.leader.hosts if live.leader is not None else ()
         for link in self._fleet.links:
             if link.record.worker_id in hosts:

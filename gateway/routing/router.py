@@ -1,18 +1,24 @@
 """Which workers serve a request. Pure decisions over what is known now: no I/O, no torch; the simulator runs them.
 
-Prefill: the fewest tokens to compute before this prompt is done (its own uncached ones and those queued).
-Decode: prefix overlap, room in the batch and free blocks, in that order of weight. A worker that computes the prompt
-itself: as for prefill, and few sequences whose tokens come between.
+Prefill: whoever would have computed the prompt first, from its measured rate, what is queued there and what it
+lacks of this one. Decode: prefix overlap, room in the batch and free blocks, in that order of weight. A worker that
+computes the prompt itself: as for prefill, and few sequences whose tokens come between.
+
+A prompt that is mostly cached on its decode worker is computed there when that is cheaper for everybody concerned:
+
+    there       (queued + lacking) / rate, once for the prompt and once for each sequence that waits for it
+    prefilled   (queued + lacking) / rate, both of the prefill worker
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from core.block_hash import HASH_BLOCK_TOKENS
 from core.ids import Epoch, WorkerId
-from core.worker import WorkerRecord
-from gateway.routing.worker_table import Column, WorkerTable
+from core.worker import Role, WorkerRecord
+from gateway.routing.worker_table import Column, WorkerRow, WorkerTable
 
 Overlap = Mapping[Epoch, int]
 """Leading hash blocks of the prompt that a worker is believed to hold."""
@@ -20,6 +26,12 @@ Overlap = Mapping[Epoch, int]
 NOBODY: Collection[WorkerId] = frozenset()
 MAX_DECODE = 8
 """Decode workers that one attempt asks at most."""
+
+MAX_LOCAL_S = 0.05
+"""Sequences that decode wait no longer for a prompt that is computed between their tokens by choice."""
+
+MAX_RATE_SPREAD = 4.0
+"""A worker that was measured to be further than this from the others had a bad moment."""
 
 FULL, AVOIDED = 1.0, 2.0
 """Costs are below 1: taken when there is nobody else, and last of all."""
@@ -33,6 +45,44 @@ FREE_TIE, NAME_TIE = 1e-7, 1e-12
 """Of equal costs the one with the larger free part of its pool, then by name."""
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Who serves an attempt: decode workers in order of preference, and `prefill` unless the first of them that takes
+    it computes the prompt; `cause` says why it does, when others could."""
+
+    prefill: WorkerRecord | None
+    decode: list[WorkerRecord]
+    overlap: Overlap
+    cause: str = ""
+
+
+def choose_route(
+    tables: Mapping[Role, WorkerTable],
+    num_tokens: int,
+    max_len: int,
+    overlap: Overlap,
+    max_local_tokens: int = 0,
+    avoid: Collection[WorkerId] = NOBODY,
+    holder: WorkerRecord | None = None,
+    may_be_local: bool = True,
+) -> Route:
+    """For a prompt of `num_tokens` that may become `max_len` tokens. `holder` has computed it already. One of which
+    the decode worker lacks at most `max_local_tokens` is computed there whatever that costs."""
+    prefill = holder or choose_prefill(tables[Role.PREFILL], num_tokens, overlap, avoid)
+    decode = rank_decode(tables[Role.DECODE], num_tokens, max_len, overlap, avoid, is_local=prefill is None)
+    if prefill is None or not decode:
+        is_colocated = bool(decode) and decode[0].is_colocated
+        return Route(None, decode, overlap, "" if is_colocated else "no_prefill_worker")
+    if may_be_local and holder is None:
+        lacking = num_tokens - cached_tokens(decode[0], num_tokens, overlap)
+        if lacking <= max_local_tokens:
+            return Route(None, decode, overlap, "short_prompt")
+        sides = tables[Role.PREFILL].by_epoch[prefill.epoch], tables[Role.DECODE].by_epoch[decode[0].epoch]
+        if _is_cheaper_on_decode(*sides, num_tokens, overlap):
+            return Route(None, decode, overlap, "cached_on_decode")
+    return Route(prefill, decode, overlap)
+
+
 def choose_prefill(
     table: WorkerTable, num_tokens: int, overlap: Overlap, avoid: Collection[WorkerId] = NOBODY
 ) -> WorkerRecord | None:
@@ -40,8 +90,10 @@ def choose_prefill(
     pool is large enough."""
     if not table.rows:
         return None
-    cost = table.column("ahead") + PREFILL_NAME_TIE * table.order
+    cost = table.column("ahead") + num_tokens
     _credit(cost, table, num_tokens, overlap, 1.0)
+    cost *= _slowness(table)
+    cost += PREFILL_NAME_TIE * table.order
     _avoid(cost, table, avoid, FAR)
     cost[~_fits(table, num_tokens)] = np.inf
     best = int(cost.argmin())
@@ -80,6 +132,32 @@ def rank_decode(
 def cached_tokens(record: WorkerRecord, num_tokens: int, overlap: Overlap) -> int:
     """Leading tokens of a prompt of `num_tokens` that this worker is believed to hold."""
     return min(overlap.get(record.epoch, 0) * HASH_BLOCK_TOKENS, num_tokens)
+
+
+def _is_cheaper_on_decode(prefill: WorkerRow, decode: WorkerRow, num_tokens: int, overlap: Overlap) -> bool:
+    """Whether the decode worker, which has most of the prompt, had better compute the rest: sooner in sum for all
+    whose tokens wait for it, and none of them for long. Its rate is taken to be the prefill worker's."""
+    lacking = num_tokens - cached_tokens(decode.record, num_tokens, overlap)
+    rate, num_sequences = prefill.load.tokens_per_s, decode.num_sequences
+    if lacking > min(num_tokens // 2, decode.record.max_local_tokens) or not rate:
+        return False
+    if num_sequences >= decode.record.max_batch or (num_sequences > 0 and lacking > MAX_LOCAL_S * rate):
+        return False
+    there = (decode.num_ahead + lacking) * (1 + num_sequences)
+    return there < prefill.num_ahead + num_tokens - cached_tokens(prefill.record, num_tokens, overlap)
+
+
+def _slowness(table: WorkerTable) -> Column | float:
+    """How much longer than on average each takes for a token; 1 where nothing was measured."""
+    rate = table.column("tokens_per_s")
+    known = rate > 0
+    num_known = int(known.sum())
+    if not num_known:
+        return 1.0
+    ratio: Column = rate.sum() / num_known / np.maximum(rate, 1e-9)
+    ratio[~known] = 1.0
+    np.clip(ratio, 1 / MAX_RATE_SPREAD, MAX_RATE_SPREAD, out=ratio)
+    return ratio
 
 
 def _fits(table: WorkerTable, num_tokens: int) -> np.ndarray:

@@ -138,7 +138,7 @@ class WorkerRow:
     def pend_tokens(self, num_tokens: int) -> None:
         """So many more prompt tokens were sent; fewer if negative."""
         self.num_pending_tokens += num_tokens
-        self._table.set(self.slot, ahead=max(self.load.num_queued_tokens, self.num_pending_tokens))
+        self._table.set(self.slot, ahead=self.num_ahead)
 
     def pend_sequences(self, num_sequences: int) -> None:
         """So many more were sent; fewer if negative."""
@@ -162,6 +162,10 @@ class WorkerRow:
         return self.is_up and self.is_fitting and not self.load.is_draining
 
     @property
+    def num_ahead(self) -> int:
+        return max(self.load.num_queued_tokens, self.num_pending_tokens)
+
+    @property
     def num_sequences(self) -> int:
         load = self.load
         return max(load.num_running + load.num_waiting, self.num_pending) - load.num_suspended
@@ -176,7 +180,7 @@ class WorkerRow:
                 record.is_colocated,
                 record.num_blocks * record.kv_spec.block_size,
                 record.max_batch,
-                max(load.num_queued_tokens, self.num_pending_tokens),
+                self.num_ahead,
                 load.tokens_per_s,
                 self.num_sequences,
                 self.num_sequences / record.max_batch,

@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from core.block_hash import hash_chain
 from core.errors import WorkerLost
 from core.grant import GrantSigner
-from core.ids import Epoch, HandoffId, WorkerId
+from core.ids import BlockHash, Epoch, HandoffId, WorkerId
 from core.kv_region import KVRegion
 from core.kv_spec import DType, KVSpec
 from core.sampling import SamplingParams
@@ -34,6 +35,7 @@ from gateway.generation import GenerationRequest
 from gateway.metrics import GatewayMetrics
 from gateway.routing.fleet import Fleet
 from gateway.routing.orchestrator import Generation, Orchestrator
+from gateway.routing.prefix_mirror import Expectation, PrefixMirror
 from kv_transfer.base import Identity, TransferOptions
 from kv_transfer.connectors import create_receivers
 from kv_transfer.faults import Faults, create_faulty_senders
@@ -110,11 +112,39 @@ class VirtualEngine:
         self._wake.clear()
 
 
-class NoPublisher:
-    """Redis is away."""
+class Prefixes:
+    """The gateway's index, told by workers without Redis between them."""
 
-    def note(self, is_stored: bool, block_hash: bytes) -> None:
+    def __init__(self) -> None:
+        self.mirror = PrefixMirror()
+
+    def follow(self, record: WorkerRecord) -> None:
+        self.mirror.add(record.epoch)
+
+    async def leave(self, record: WorkerRecord) -> None:
+        for _ in self.mirror.remove(record.epoch) or ():
+            pass
+
+    async def overlap(self, chain: Sequence[BlockHash], block_size: int) -> dict[Epoch, int]:
+        return self.mirror.longest_prefix(chain)
+
+    def expect(self, record: WorkerRecord, chain: Sequence[BlockHash]) -> Expectation:
+        return self.mirror.expect(record.epoch, chain)
+
+    def settle(self, expectation: Expectation) -> None:
+        self.mirror.end(expectation)
+
+    def observe(self, *_: object) -> None:
         pass
+
+
+class Publisher:
+    def __init__(self, mirror: PrefixMirror, epoch: Epoch) -> None:
+        self._mirror = mirror
+        self._epoch = epoch
+
+    def note(self, is_stored: bool, block_hash: BlockHash) -> None:
+        (self._mirror.store if is_stored else self._mirror.discard)(self._epoch, [block_hash])
 
 
 @dataclass
@@ -163,6 +193,7 @@ class VirtualCluster:
         self.num_messages = 0
         self._num_blocks = num_blocks
         self._counts = {Role.PREFILL: num_prefill, Role.DECODE: num_decode}
+        self.prefixes = Prefixes()
         self._network = LoopbackNetwork()
         self._background: list[asyncio.Task[None]] = []
 
@@ -170,8 +201,8 @@ class VirtualCluster:
         for role, count in self._counts.items():
             for index in range(count):
                 await self.start_worker(role, f"{role.value}-{index}")
-        self.fleet = Fleet(_Registry(self), "virtual", self, self._open_session)  # type: ignore[arg-type]
-        self.orchestrator = Orchestrator(self.fleet, self, self, GatewayMetrics(list))  # type: ignore[arg-type]
+        self.fleet = Fleet(_Registry(self), "virtual", self.prefixes, self._open_session)  # type: ignore[arg-type]
+        self.orchestrator = Orchestrator(self.fleet, self.prefixes, self, GatewayMetrics(list))  # type: ignore[arg-type]
         self._background.append(asyncio.create_task(self.fleet.run()))
         await self.fleet.wait_ready()
         return self
@@ -243,9 +274,10 @@ class VirtualCluster:
         self, prompt_ids: Sequence[int], choices: Sequence[SamplingParams], deadline_s: float = 120.0
     ) -> list[Generation]:
         """The choices of one prompt. Raises the typed error that refused them."""
-        leader = GenerationRequest(tuple(prompt_ids), choices[0], (), deadline_s)
+        chain = tuple(hash_chain(prompt_ids, SPEC.fingerprint))
+        leader = GenerationRequest(tuple(prompt_ids), choices[0], chain, deadline_s)
         followers = [
-            GenerationRequest(tuple(prompt_ids), params, (), deadline_s, leader=leader)
+            GenerationRequest(tuple(prompt_ids), params, chain, deadline_s, leader=leader)
             for params in choices[1:]
         ]
         return self.orchestrator.begin([leader, *followers])
@@ -258,6 +290,9 @@ class VirtualCluster:
         finally:
             await tokens.aclose()
 
+    def _publisher(self, record: WorkerRecord) -> Publisher:
+        return Publisher(self.prefixes.mirror, record.epoch)
+
     async def _make_prefill(
         self, engine: Engine, record: WorkerRecord, identity: Identity, region: KVRegion
     ) -> Any:
@@ -265,7 +300,7 @@ class VirtualCluster:
         faults = self.faults.get(record.worker_id, Faults())
         senders = create_faulty_senders(faults, "loopback", region, identity, _OPTIONS, self._network)
         hello = convert.hello_to_proto(record)
-        return virtual, PrefillService(hello, identity, virtual, senders, NoPublisher()), senders  # type: ignore[arg-type]
+        return virtual, PrefillService(hello, identity, virtual, senders, self._publisher(record)), senders  # type: ignore[arg-type]
 
     async def _make_decode(
         self, engine: Engine, record: WorkerRecord, identity: Identity, region: KVRegion
@@ -276,7 +311,7 @@ class VirtualCluster:
         await receivers.start()
         granter = Granter(record.worker_id, record.epoch, signer, receivers)
         hello = convert.hello_to_proto(record)
-        return virtual, DecodeService(hello, virtual, granter, NoPublisher()), receivers  # type: ignore[arg-type]
+        return virtual, DecodeService(hello, virtual, granter, self._publisher(record)), receivers  # type: ignore[arg-type]
 
     async def _open_session(self, record: WorkerRecord, commands: AsyncIterator[Any]) -> AsyncIterator[Any]:
         worker = self.workers.get(record.worker_id)
@@ -313,13 +348,7 @@ class VirtualCluster:
             if hasattr(source, "aclose"):
                 await source.aclose()
 
-    # What the fleet and the orchestrator want of Redis: an index that knows nothing, rows that nobody reads.
-    async def longest_prefix(self, chain: Sequence[bytes]) -> dict[Epoch, int]:
-        return {}
-
-    async def drop(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        pass
-
+    # What the orchestrator wants of Redis: rows that nobody reads.
     def update(self, *_: object) -> None:
         pass
 

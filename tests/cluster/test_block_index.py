@@ -84,7 +84,7 @@ async def test_an_incarnation_that_is_gone_is_dropped_whole_and_no_other(redis):
     await index.drop(WorkerId("w1"), Epoch(1))
     assert await held_by(index) == {2: 6}
     await publisher.withdraw()
-    assert await redis.store().redis.keys("*") == []
+    assert await redis.store().redis.keys("*") == [b"tandem:{tests}:events"]
 
 
 async def test_everything_is_published_again_after_a_flush(redis, background, eventually):
@@ -126,12 +126,38 @@ async def test_a_cache_that_always_changes_still_has_its_old_rows_renewed(redis,
 
 
 async def test_rows_expire_by_themselves(redis):
+    """The stream of events is bounded by its length."""
     publisher = publisher_of(redis, 1)
     publisher.note(True, CHAIN[0])
     await publisher._publish_batch()
     client = redis.store().redis
-    for key in await client.keys("*"):
+    for key in set(await client.keys("*")) - {b"tandem:{tests}:events"}:
         assert await client.ttl(key) > 0, key
+
+
+async def test_what_waits_for_redis_is_bounded_and_then_told_anew(redis, background, eventually):
+    """Many more changes than are held while it is away: what it knew before is void, what is held is told."""
+    index, publisher = BlockIndex(redis.store()), publisher_of(redis, 1, max_pending=50)
+    publisher.note(True, CHAIN[0])
+    assert await publisher._publish_batch()
+    await redis.server.stop()
+    publisher.note(False, CHAIN[0])
+    for number in range(1000):
+        gone = BlockHash(number.to_bytes(16, "big"))
+        publisher.note(True, gone)
+        publisher.note(False, gone)
+        assert len(publisher._pending) <= 51
+    publisher.note(True, CHAIN[1])
+    await redis.restart()
+    background(publisher.run())
+    held = {CHAIN[1]}
+
+    async def is_told() -> bool:
+        _, told = await index.held_by(WorkerId("w1"), Epoch(1)) or (0, ())
+        return set(told) == held
+
+    await eventually(is_told)
+    assert await held_by(index) == {}
 
 
 async def test_a_lookup_without_redis_finds_nothing_and_does_not_hold_the_request(redis):

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from cluster.block_index import BlockIndex
 from cluster.handoff_rows import HandoffRows
 from cluster.registry import Registry
 from cluster.store import Store
@@ -13,6 +12,7 @@ from core.ids import Epoch, WorkerId
 from core.kv_spec import DType, KVSpec
 from core.worker import Role, WorkerRecord
 from gateway.routing.fleet import Fleet
+from gateway.routing.prefix_index import PrefixIndex
 from proto import convert
 from proto import session_pb2 as pb
 
@@ -69,7 +69,8 @@ class Rig:
         self.workers = [*self.prefill, *self.decode]
         store = Store("redis://127.0.0.1:1")
         self.rows = HandoffRows(store)
-        self.fleet = Fleet(Registry(store), "m", BlockIndex(store), self._open)
+        self.prefixes = PrefixIndex(store)
+        self.fleet = Fleet(Registry(store), "m", self.prefixes, self._open)
         self.clock = VirtualClock()
 
     def _open(self, record: WorkerRecord, commands: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:

@@ -4,8 +4,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from cluster.block_index import BlockIndex
-from cluster.store import Store
 from gateway.metrics import GatewayMetrics
 from gateway.routing.orchestrator import Orchestrator
 from gateway.serving import Serving
@@ -22,8 +20,7 @@ class Served:
     def __init__(self, rig: Rig, tokenizer: Any, model: Path) -> None:
         self.rig = rig
         self.metrics = GatewayMetrics(list)
-        index = BlockIndex(Store("redis://127.0.0.1:1"))
-        orchestrator = Orchestrator(rig.fleet, index, rig.rows, self.metrics)
+        orchestrator = Orchestrator(rig.fleet, rig.prefixes, rig.rows, self.metrics)
         self.grammars = GrammarChecker(model)
         self.serving = Serving("m", tokenizer, rig.fleet, orchestrator, self.metrics, self.grammars, 60.0)
 

@@ -26,7 +26,7 @@ from core.worker import Role
 from gateway.generation import GenerationRequest, OutputToken
 from gateway.routing.attempt import CREDIT_TOKENS, RESERVE_WAIT_S, Attempt
 from gateway.routing.live import HandoffReport, Live
-from gateway.routing.router import rank_decode
+from gateway.routing.router import Route, rank_decode
 from gateway.timing import Mark, StageClock
 from proto import convert
 from proto import session_pb2 as pb
@@ -48,7 +48,8 @@ def begin(
     live = Live(request, StageClock(rig.clock), HandoffReport(num_attempts=1), asyncio.Event())
     prefill = None if is_local else rig.prefill[0].record
     decode = [worker.record for worker in rig.decode]
-    return Run(Attempt(live, committed, rig.fleet, prefill, decode, rig.rows), live, rig)
+    route = Route(prefill, decode, {})
+    return Run(Attempt(live, committed, rig.fleet, route, rig.rows, rig.prefixes), live, rig)
 
 
 class Run:
@@ -492,8 +493,8 @@ async def test_a_reader_that_stops_early_ends_it(rig):
         await run._task
     request = GenerationRequest(PROMPT, SamplingParams(32, 0.0))
     live = Live(request, StageClock(rig.clock), HandoffReport(num_attempts=2), asyncio.Event())
-    decode = [worker.record for worker in rig.decode]
-    attempt = Attempt(live, (), rig.fleet, rig.prefill[0].record, decode, rig.rows)
+    route = Route(rig.prefill[0].record, [worker.record for worker in rig.decode], {})
+    attempt = Attempt(live, (), rig.fleet, route, rig.rows, rig.prefixes)
     tokens = attempt.tokens()
     waiting = asyncio.ensure_future(anext(tokens))
     await rig.prefill[0].take("start")

@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.block_index import BlockIndex
 from cluster.registry import Registration, Registry
 from cluster.session import SessionHost
 from cluster.store import Store
@@ -25,6 +24,7 @@ from core.worker import Role, WorkerRecord
 from gateway.front import grpc_server
 from gateway.routing.fleet import Fleet
 from gateway.routing.link import FromWorker, Inbox, LinkLost, WorkerLink
+from gateway.routing.prefix_index import PrefixIndex
 from gateway.routing.worker_table import WorkerTable
 from proto import convert, session_pb2_grpc
 from proto import session_pb2 as pb
@@ -179,7 +179,7 @@ async def fleet_of(
         return None
 
     presences = [asyncio.create_task(Registration(store, record, Load, returned).run()) for record in records]
-    fleet = Fleet(Registry(store), "m", BlockIndex(store))
+    fleet = Fleet(Registry(store), "m", PrefixIndex(store))
     running = asyncio.create_task(fleet.run())
     try:
         yield fleet, valkey, presences

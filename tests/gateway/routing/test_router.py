@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from core.ids import Epoch, WorkerId
 from core.load import Load
-from core.worker import WorkerRecord
-from gateway.routing.router import MAX_DECODE, choose_prefill, rank_decode
+from core.worker import Role, WorkerRecord
+from gateway.routing.router import MAX_DECODE, MAX_LOCAL_S, Route, choose_prefill, choose_route, rank_decode
 from tests.gateway.routing.tables import EMPTY, SPEC, Known, known, table_of
 
 
@@ -55,6 +55,21 @@ def test_a_cached_prefix_is_worth_the_tokens_it_saves():
     assert prefill([near, far], 16, a=1000) == "b", "no more than the prompt can be saved"
 
 
+def test_tokens_count_by_the_time_that_a_worker_takes_for_them():
+    slow = known("a", replace(EMPTY, num_queued_tokens=100, tokens_per_s=500.0))
+    fast = known("b", replace(EMPTY, num_queued_tokens=150, tokens_per_s=1500.0))
+    new = known("c", replace(EMPTY, num_queued_tokens=150))
+    assert prefill([slow, fast]) == "b"
+    assert prefill([slow, new]) == "a", "one that has not been measured is like the others"
+    assert prefill([slow, fast], 1000, a=50) == "a", "200 tokens there take less time than 1150 here"
+
+
+def test_a_worker_that_had_one_bad_moment_is_not_shunned_for_ever():
+    stuck = known("a", replace(EMPTY, tokens_per_s=1.0))
+    other = known("b", replace(EMPTY, num_queued_tokens=1000, tokens_per_s=1000.0))
+    assert prefill([stuck, other]) == "a"
+
+
 def test_ties_are_broken_by_name_alone():
     pair = [known("b"), known("a")]
     assert prefill(pair) == prefill(pair[::-1]) == "a"
@@ -97,6 +112,73 @@ def test_full_ones_come_last_but_are_kept():
     ranked = decode([batch, pool, sent, room], 100)
     assert ranked[0] == "d"
     assert sorted(ranked) == ["a", "b", "c", "d"]
+
+
+RATE = 1000.0
+
+
+def route(
+    prefill_load: Load = EMPTY,
+    decode_load: Load = EMPTY,
+    num_tokens: int = 320,
+    on_prefill: int = 0,
+    on_decode: int = 0,
+    max_local: int = 1024,
+    **options: int,
+) -> Route:
+    """One worker of each tier; `on_*` are the prompt's blocks that each holds."""
+    near = known("p", replace(prefill_load, tokens_per_s=RATE))
+    far = known("d", decode_load, max_local_tokens=max_local)
+    tables = {Role.PREFILL: table_of([near]), Role.DECODE: table_of([far])}
+    overlap = {near.record.epoch: on_prefill, far.record.epoch: on_decode}
+    return choose_route(tables, num_tokens, num_tokens + 50, overlap, **options)
+
+
+def test_the_next_turn_of_a_chat_is_computed_where_the_last_one_was_generated():
+    assert route(on_prefill=10, on_decode=18).cause == "cached_on_decode"
+    assert route(on_prefill=18, on_decode=18).cause == "", "what is equal is handed over"
+    assert route(on_prefill=0, on_decode=9).cause == "", "it lacks more than half"
+    assert route(on_prefill=10, on_decode=18, may_be_local=False).cause == ""
+    assert route(on_prefill=10, on_decode=18, max_local=31).cause == "", "more than it would take"
+
+
+def test_what_waits_on_decode_counts_once_for_each_that_waits():
+    streaming = replace(EMPTY, num_running=2)
+    short = {"num_tokens": 20 * 16, "on_decode": 18}
+    assert route(decode_load=streaming, on_prefill=10, **short).cause == "cached_on_decode"
+    assert route(decode_load=streaming, on_prefill=15, **short).cause == "", "80 there, 3 x 32 here"
+    queued = replace(EMPTY, num_queued_tokens=200)
+    assert route(decode_load=queued, on_prefill=10, **short).cause == ""
+    assert route(queued, streaming, on_prefill=15, **short).cause == "cached_on_decode"
+    assert route(decode_load=replace(EMPTY, num_running=8), on_prefill=0, **short).cause == "", "no place"
+
+
+def test_streams_never_wait_long_for_a_prompt_that_others_could_compute():
+    longest = int(MAX_LOCAL_S * RATE)
+    streaming = replace(EMPTY, num_running=1)
+    for lacking, cause in ((longest, "cached_on_decode"), (longest + 1, "")):
+        num_tokens = 50 * 16 + lacking
+        assert route(decode_load=streaming, num_tokens=num_tokens, on_decode=50).cause == cause
+
+
+def test_a_short_prompt_is_computed_on_decode_where_the_gateway_is_told_so():
+    assert route(num_tokens=64, max_local_tokens=64).cause == "short_prompt"
+    assert route(num_tokens=65, max_local_tokens=64).cause == ""
+    assert route(num_tokens=80, on_decode=1, max_local_tokens=64).cause == "short_prompt"
+
+
+def test_without_a_prefill_worker_decode_computes_it_and_that_is_told_where_it_is_unusual():
+    for max_local, cause in ((1024, "no_prefill_worker"), (1 << 30, "")):
+        tables = {Role.PREFILL: table_of([]), Role.DECODE: table_of([known("d", max_local_tokens=max_local)])}
+        found = choose_route(tables, 100, 200, {})
+        assert (found.prefill, names(found.decode), found.cause) == (None, ["d"], cause)
+
+
+def test_whoever_has_computed_a_prompt_sends_it_again():
+    table = table_of([known("p1"), known("p2")])
+    tables = {Role.PREFILL: table, Role.DECODE: table_of([known("d", max_local_tokens=1024)])}
+    holder = table.rows[1].record
+    assert choose_route(tables, 10, 20, {}, max_local_tokens=64, holder=holder).prefill is holder
 
 
 def test_a_prompt_that_is_computed_on_decode_goes_where_little_is_ahead_of_it():

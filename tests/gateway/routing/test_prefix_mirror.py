@@ -1,0 +1,158 @@
+"""The mirror against sets of hashes, whatever happens in whatever order."""
+
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.ids import BlockHash, Epoch
+from gateway.routing.prefix_mirror import PrefixMirror
+
+CHAIN = [BlockHash(bytes([17 * number]) * 16) for number in range(6)]
+EPOCHS = st.integers(1, 4)
+NUMBERS = st.sets(st.integers(0, 5))
+CHANGES = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["store", "discard", "replace", "expect"]), EPOCHS, NUMBERS),
+        st.tuples(st.sampled_from(["add", "remove", "end"]), EPOCHS, st.just(set())),
+        st.tuples(st.just("correct"), EPOCHS, st.integers(0, 6)),
+    ),
+    max_size=25,
+)
+
+
+def run(sweep) -> None:
+    for _ in sweep or ():
+        pass
+
+
+class Sets:
+    """What a mirror should say: holders and their blocks, told of and expected."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, set[int]] = {}
+        self.expected: dict[int, list[set[int]]] = {}
+
+    def depths(self) -> dict[int, int]:
+        found = {}
+        for epoch, held in self.held.items():
+            known = held.union(*self.expected.get(epoch, []))
+            depth = next((number for number in range(6) if number not in known), 6)
+            if depth:
+                found[epoch] = depth
+        return found
+
+    def correct(self, epoch: int, num_held: int) -> None:
+        held = self.held.get(epoch)
+        if held is not None:
+            believed = next((number for number in range(6) if number not in held), 6)
+            held -= set(range(num_held, believed))
+            held |= set(range(num_held))
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes=CHANGES)
+def test_it_says_what_sets_would(changes):
+    mirror, sets = PrefixMirror(), Sets()
+    expectations: dict[int, list] = {}
+    for kind, number, what in changes:
+        epoch = Epoch(number)
+        if kind == "add":
+            mirror.add(epoch)
+            sets.held.setdefault(epoch, set())
+        elif kind == "remove":
+            run(mirror.remove(epoch))
+            sets.held.pop(epoch, None)
+        elif kind == "correct":
+            mirror.correct(epoch, CHAIN, what)
+            sets.correct(epoch, what)
+        elif kind == "expect":
+            hashes = [CHAIN[index] for index in sorted(what)]
+            made = mirror.expect(epoch, hashes)
+            expectations.setdefault(epoch, []).append(made)
+            sets.expected.setdefault(epoch, []).append({CHAIN.index(h) for h in made.hashes})
+        elif kind == "end":
+            if expectations.get(epoch):
+                mirror.end(expectations[epoch].pop())
+                sets.expected[epoch].pop()
+        else:
+            hashes = [CHAIN[index] for index in what]
+            sweep = getattr(mirror, kind)(epoch, hashes)
+            run(sweep if kind == "replace" else None)
+            if epoch in sets.held:
+                held = sets.held[epoch]
+                sets.held[epoch] = {"store": held | what, "discard": held - what, "replace": set(what)}[kind]
+        assert mirror.longest_prefix(CHAIN) == sets.depths()
+    for epoch in list(sets.held):
+        run(mirror.remove(epoch))
+    for left in expectations.values():
+        for expectation in left:
+            mirror.end(expectation)
+    assert mirror.num_blocks == 0
+    assert not mirror._expected
+
+
+def test_who_comes_while_another_is_swept_out_gets_nothing_of_it():
+    mirror = PrefixMirror()
+    mirror.add(Epoch(1))
+    mirror.store(Epoch(1), CHAIN)
+    sweep = mirror.remove(Epoch(1))
+    next(sweep)
+    mirror.add(Epoch(2))
+    assert mirror.longest_prefix(CHAIN) == {}
+    run(sweep)
+    mirror.add(Epoch(3))
+    assert mirror.longest_prefix(CHAIN) == {}
+    assert mirror.num_blocks == 0
+
+
+def test_an_expectation_ends_once_whatever_became_of_its_worker():
+    mirror = PrefixMirror()
+    mirror.add(Epoch(1))
+    first, second = (mirror.expect(Epoch(1), CHAIN) for _ in range(2))
+    mirror.end(first)
+    mirror.end(first)
+    assert mirror.longest_prefix(CHAIN) == {1: 6}
+    run(mirror.remove(Epoch(1)))
+    mirror.end(second)
+    assert not mirror._expected
+
+
+def test_a_full_mirror_forgets_what_it_heard_of_first():
+    mirror = PrefixMirror(max_blocks=1 << 10)
+    mirror.add(Epoch(1))
+    hashes = [BlockHash(number.to_bytes(2, "little") * 8) for number in range(1 << 12)]
+    mirror.store(Epoch(1), hashes)
+    assert mirror.num_blocks == 1 << 10
+    assert mirror.num_forgotten == 3 << 10
+    assert mirror.longest_prefix(hashes[-4:]) == {1: 4}
+    assert mirror.longest_prefix(hashes[:4]) == {}
+
+
+def test_it_tells_by_how_much_it_was_wrong():
+    mirror = PrefixMirror()
+    mirror.add(Epoch(1))
+    mirror.store(Epoch(1), CHAIN[:4])
+    assert mirror.correct(Epoch(1), CHAIN, 2) == -2
+    assert mirror.correct(Epoch(1), CHAIN, 5) == 3
+    assert mirror.correct(Epoch(1), CHAIN, 5) == 0
+    assert mirror.longest_prefix(CHAIN) == {1: 5}
+
+
+def test_a_long_chain_among_many_workers_costs_little_more_than_among_one():
+    """What a lookup costs grows with the chain, not with how many hold it."""
+    hashes = [BlockHash((7919 * number).to_bytes(4, "little") * 4) for number in range(500)]
+
+    def cost_s(num_workers: int) -> float:
+        mirror = PrefixMirror()
+        for number in range(num_workers):
+            mirror.add(Epoch(number + 1))
+            mirror.store(Epoch(number + 1), hashes[: 500 - number % 7])
+        times = []
+        for _ in range(20):
+            began_s = time.perf_counter()
+            mirror.longest_prefix(hashes)
+            times.append(time.perf_counter() - began_s)
+        return min(times)
+
+    assert cost_s(512) < 20 * cost_s(1)
