@@ -28,7 +28,7 @@ LOOKUP_LIMIT_S = 0.05
 ROW_LIFETIME_S = 600
 PUBLISH_S = 0.1
 PUBLISH_BATCH = 512
-MAX_PENDING = 1 << 17
+MAX_PENDING = 131072
 SNAPSHOT_PAGE = 2048
 TIER_POOL = 0
 _HOLDER = struct.Struct("<qB")
@@ -77,8 +77,8 @@ class BlockIndex:
         return depths
 
     async def held_by(self, worker_id: WorkerId, epoch: Epoch) -> tuple[int, list[BlockHash]] | None:
-        """Everything that an incarnation holds, read page by page, after the number of a batch of changes that it has,
-        with later ones or some of them; None when Redis did not tell all of it."""
+        """Everything that an incarnation holds, read page by page, after the number of a batch of changes that it
+        has, with later ones or some of them; None when Redis did not tell all of it."""
         keys = self._store.keys
         mine = keys.blocks_of(worker_id, epoch)
         held: list[BlockHash] = []

@@ -20,7 +20,7 @@ from core.worker import WorkerRecord
 logger = logging.getLogger(__name__)
 LEASE_S = 3
 RENEW_S = 1.0
-MAX_EVENTS = 2_000
+MAX_EVENTS = 2000
 MAX_SIZE = 1 << 31
 MAX_IGNORED = 1000
 _RECORD = b"record"

@@ -149,9 +149,13 @@ class Scheduler:
 
     @property
     def next_waiting(self) -> Sequence | None:
-        """Who is admitted next, before anybody behind it. One that waits for its claim lets others by."""
+        """Who is admitted next, before anybody behind it. One that waits for its claim lets others by, and so does
+        one that will find cached what another is about to compute."""
         is_passing = False
+        prompts = [sequence for sequence in self.running if sequence.num_to_compute > 1]
         for sequence in (sequence for sequence in self.waiting if sequence.is_able):
+            if prompts and self._is_being_computed(sequence, prompts):
+                continue
             holders = self._shielded(sequence)
             if sequence not in holders:
                 return sequence
@@ -305,12 +309,32 @@ class Scheduler:
                 return False
         return True
 
+    def _is_being_computed(self, sequence: Sequence, prompts: Iterable[Sequence]) -> bool:
+        """Whether the first block that it lacks is one of these running prompts': computed in a step or a few. Each
+        of these has its blocks and goes on, so nobody waits for ever."""
+        chain = self._reusable(sequence)
+        num_known = len(self.pool.lookup(chain))
+        if num_known == len(chain):
+            return False
+        size, lacking = self.limits.block_size, chain[num_known]
+        return any(
+            prompt.num_computed < (num_known + 1) * size <= len(prompt.tokens)
+            and prompt.chain(size, num_known + 1)[-1] == lacking
+            for prompt in prompts
+        )
+
+    def _reusable(self, sequence: Sequence) -> list[BlockHash]:
+        """The blocks that need not be computed when they are cached: the last token always is."""
+        if sequence.is_scored or not self.pool.has_prefix_cache:
+            return []
+        size = self.limits.block_size
+        return sequence.chain(size, (len(sequence.tokens) - 1) // size)
+
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Reserve every block of the sequence's tokens, sharing what is cached. False when there is no room. One that
         was preempted leaves a free block for each running sequence: the next step would preempt it again."""
         size = self.limits.block_size
-        reusable = 0 if sequence.is_scored else (len(sequence.tokens) - 1) // size
-        shared = self.pool.lookup(sequence.chain(size, reusable)) if self.pool.has_prefix_cache else []
+        shared = self.pool.lookup(self._reusable(sequence))
         num_fresh = self.num_blocks_for(len(sequence.tokens)) - len(shared)
         num_spare = len(self.running) if sequence.num_preemptions else 0
         self.pool.acquire(shared)

@@ -8,7 +8,8 @@ class GatewayConfig:
     """`model` is a directory, a GGUF file or `smollm2`; `model_id` is what clients write (derived from `model` unless
     given). `http` and `grpc` are host:port, port 0 picks a free one. A client that takes nothing of its stream for
     `stall_limit_s` loses it; a request that would wait for longer than `max_queue_s` is refused at once. Prompts of
-    which a decode worker lacks at most `max_local_tokens` are computed there. Spans go to `otlp`, if anywhere."""
+    which a decode worker lacks at most `max_local_tokens` are computed there; `routing` is by cached prefixes and
+    load, or `round_robin`. Spans go to `otlp`, if anywhere."""
 
     model: str = "smollm2"
     model_id: str | None = None
@@ -23,6 +24,7 @@ class GatewayConfig:
     max_queue_s: float = 10.0
     otlp: str | None = None
     max_local_tokens: int = 0
+    routing: str = "prefix"
 
     def __post_init__(self) -> None:
         if self.max_local_tokens < 0:

@@ -28,6 +28,7 @@ from gateway.routing.admission import Admission
 from gateway.routing.fleet import Fleet
 from gateway.routing.orchestrator import Orchestrator
 from gateway.routing.prefix_index import PrefixIndex
+from gateway.routing.router import RoundRobin, choose_route
 from gateway.serving import Serving
 from gateway.text.grammar_checker import GrammarChecker
 from gateway.text.tokenizer import TextTokenizer
@@ -49,7 +50,13 @@ async def serve(config: GatewayConfig) -> int:
     metrics = GatewayMetrics(lambda: fleet.links)
     rows = HandoffRows(store)
     orchestrator = Orchestrator(
-        fleet, prefixes, rows, metrics, Admission(config.max_queue_s), config.max_local_tokens
+        fleet,
+        prefixes,
+        rows,
+        metrics,
+        Admission(config.max_queue_s),
+        config.max_local_tokens,
+        RoundRobin() if config.routing == "round_robin" else choose_route,
     )
     grammars = GrammarChecker(model)
     tracing = start_tracing(config.otlp, "tandem-gateway", fleet.gateway_id)

@@ -2,12 +2,9 @@
 that a gateway or a client never loads torch."""
 
 import asyncio
-import os
 import sys
-import tomllib
 from collections.abc import Callable, Coroutine
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,11 +12,21 @@ import click
 from core.errors import ModelLoadError, TandemError
 from core.ids import WorkerId, new_worker_id
 from core.kv_spec import DType
-from core.logs import FORMATS, LogForm, set_up_logs
+from core.logs import LogForm, set_up_logs
 from core.model_path import public_name
+from tandem.options import (
+    DTYPES,
+    engine_options,
+    max_queue_option,
+    model_options,
+    observing_options,
+    pace_option,
+    read_config,
+    routing_options,
+    worker_options,
+)
 
 CONFIGURATION_MISTAKE = 2
-DTYPES = [dtype.value for dtype in DType]
 
 
 def run(work: Coroutine[Any, Any, int], log: LogForm) -> None:
@@ -55,145 +62,6 @@ def main() -> None:
     """Serve large language models with prefill and decode on separate workers."""
 
 
-def _model_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in (
-        click.option(
-            "--model", default="smollm2", show_default=True, help="Directory, GGUF file or smollm2."
-        ),
-        click.option("--model-id", default=None, help="What clients write in `model` [from --model]."),
-        click.option(
-            "--redis-url", default="redis://127.0.0.1:6379/0", show_default=True, envvar="TANDEM_REDIS_URL"
-        ),
-        click.option("--cluster", default="default", show_default=True, envvar="TANDEM_CLUSTER"),
-    ):
-        command = option(command)
-    return command
-
-
-def _max_queue_option(command: Callable[..., None]) -> Callable[..., None]:
-    return click.option(
-        "--max-queue",
-        "max_queue_s",
-        default=10.0,
-        show_default=True,
-        help="Seconds; who would wait longer is refused with 429.",
-    )(command)
-
-
-def _observing_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in (
-        click.option(
-            "--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Of the log."
-        ),
-        click.option(
-            "--otlp",
-            default=None,
-            envvar=["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"],
-            help="Where spans go, over OTLP and gRPC, as http://127.0.0.1:4317 [nowhere].",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def _max_local_tokens_option(command: Callable[..., None]) -> Callable[..., None]:
-    return click.option(
-        "--max-local-tokens",
-        default=0,
-        show_default=True,
-        help="Prompts of which a decode worker lacks no more are computed there, without a handoff.",
-    )(command)
-
-
-def _pace_option(command: Callable[..., None]) -> Callable[..., None]:
-    return click.option(
-        "--pace",
-        default=0.0,
-        show_default=True,
-        help="Seconds from one decode step to the next, while other workers can use its core.",
-    )(command)
-
-
-def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in (
-        click.option(
-            "--device",
-            type=click.Choice(("cpu", "cuda")),
-            default="cpu",
-            show_default=True,
-            help="Where the model and its KV pool are.",
-        ),
-        click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True),
-        click.option(
-            "--weights",
-            type=click.Choice(("stored", "dense")),
-            default="stored",
-            show_default=True,
-            help="A GGUF file's own 4 or 8 bits, or every weight in --dtype.",
-        ),
-        click.option("--block-size", default=16, show_default=True, help="Tokens of a KV block."),
-        click.option("--num-blocks", default=None, type=int, help="Blocks of the KV pool [1 GiB worth]."),
-        click.option("--max-batch", default=64, show_default=True, help="Sequences of one step."),
-        click.option("--token-budget", default=512, show_default=True, help="Tokens of one step."),
-    ):
-        command = option(command)
-    return command
-
-
-def _read_config(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """Options from a file become defaults. A name that is no option is refused: a typing error must not be silent."""
-    if value is None:
-        return
-    try:
-        told = tomllib.loads(Path(value).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise click.BadParameter(f"{value}: {error}") from error
-    names = {word.lstrip("-"): p.name for p in context.command.params for word in p.opts if p.name}
-    unknown = sorted(set(told) - set(names) - {"config"})
-    if unknown or "config" in told:
-        raise click.BadParameter(f"{value}: `{(unknown or ['config'])[0]}` is no option of serve")
-    context.default_map = {**(context.default_map or {}), **{names[name]: told[name] for name in told}}
-
-
-def _cores(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    cores = [core.strip() for core in value.split(",") if core]
-    if not all(core.isdecimal() and int(core) < (os.cpu_count() or 1) for core in cores):
-        raise click.BadParameter(f"cores of this host, with commas between, as 2,3: got {value!r}")
-    return tuple(map(int, cores))
-
-
-def _worker_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in (
-        click.option(
-            "--id", "worker_id", default=None, help="Stable worker id [random].", envvar="TANDEM_WORKER_ID"
-        ),
-        click.option(
-            "--listen", default="127.0.0.1:0", show_default=True, help="HOST:PORT of the session server."
-        ),
-        click.option(
-            "--advertise",
-            default=None,
-            help="Host name that others use [the bound host]; auto: this host's address towards Redis.",
-        ),
-        click.option("--connector", default="auto", show_default=True, help="auto, shm, tcp or ucx."),
-        click.option(
-            "--transfer-port", default=0, show_default=True, help="Port of tcp or ucx; 0: a free one."
-        ),
-        click.option("--threads", default=1, show_default=True, help="Compute threads."),
-        click.option(
-            "--borrow",
-            default="",
-            callback=_cores,
-            help="Cores of others to compute on while they are idle, as 2,3 [none].",
-        ),
-        click.option(
-            "--drain", default=20.0, show_default=True, help="Seconds to finish what runs on SIGTERM."
-        ),
-    ):
-        command = option(command)
-    return command
-
-
 def _configs(options: dict[str, Any]) -> tuple[Any, Any]:
     """The two halves of a worker's configuration from its options. Raises ValueError."""
     from cluster.worker_server import WorkerConfig
@@ -224,16 +92,17 @@ def _configs(options: dict[str, Any]) -> tuple[Any, Any]:
         max_local_tokens=options.get("max_local_tokens", 0),
         pace_s=options.get("pace", 0.0),
         borrowed_cores=options["borrow"],
+        enable_prefix_cache=not options["no_prefix_cache"],
         log=LogForm(options["log_format"], worker.worker_id),
     )
     return worker, engine
 
 
 @main.command()
-@_model_options
-@_engine_options
-@_worker_options
-@_observing_options
+@model_options
+@engine_options
+@worker_options
+@observing_options
 def prefill(**options: Any) -> None:
     """Run one prefill worker in the foreground."""
     from prefill_service.main import serve
@@ -242,11 +111,11 @@ def prefill(**options: Any) -> None:
 
 
 @main.command()
-@_model_options
-@_engine_options
-@_worker_options
-@_observing_options
-@_pace_option
+@model_options
+@engine_options
+@worker_options
+@observing_options
+@pace_option
 @click.option(
     "--max-local-tokens",
     default=1024,
@@ -274,15 +143,15 @@ def _run_worker(serve: Callable[..., Coroutine[Any, Any, int]], role: str, optio
 
 
 @main.command()
-@_model_options
+@model_options
 @click.option(
     "--http", default="127.0.0.1:8000", show_default=True, help="HOST:PORT of the OpenAI endpoints."
 )
 @click.option("--grpc", default="127.0.0.1:50051", show_default=True, help="HOST:PORT of the gRPC API.")
 @click.option("--ready-file", default=None, help="JSON written once requests can be served.")
-@_max_queue_option
-@_max_local_tokens_option
-@_observing_options
+@max_queue_option
+@routing_options
+@observing_options
 def gateway(log_format: str, **options: Any) -> None:
     """Run one gateway in the foreground."""
     from gateway.config import GatewayConfig
@@ -315,14 +184,14 @@ def gateway(log_format: str, **options: Any) -> None:
     default=None,
     is_eager=True,
     expose_value=False,
-    callback=_read_config,
+    callback=read_config,
     help="TOML with these options' values, as `tandem tune` writes it; what is given here comes first.",
 )
-@_max_queue_option
-@_max_local_tokens_option
-@_pace_option
-@_engine_options
-@_observing_options
+@max_queue_option
+@routing_options
+@pace_option
+@engine_options
+@observing_options
 def serve(ready_file: str | None, **options: Any) -> None:
     """Start a whole tandem on this host: MODEL is a directory, a GGUF file or smollm2."""
     from core.model_path import resolve_model
@@ -332,7 +201,9 @@ def serve(ready_file: str | None, **options: Any) -> None:
     async def work() -> int:
         resolve_model(options["model"])
         can_borrow = not options.pop("no_borrow")
-        return await supervisor.run(ServePlan(**options, can_borrow=can_borrow), ready_file)
+        has_prefix_cache = not options.pop("no_prefix_cache")
+        plan = ServePlan(**options, can_borrow=can_borrow, has_prefix_cache=has_prefix_cache)
+        return await supervisor.run(plan, ready_file)
 
     run(work(), LogForm(options["log_format"], "serve"))
 

@@ -35,6 +35,8 @@ class ServePlan:
     max_local_tokens: int
     pace: float
     can_borrow: bool
+    routing: str = "prefix"
+    has_prefix_cache: bool = True
     log_format: str = "text"
     otlp: str | None = None
 
@@ -89,7 +91,7 @@ def plan_gateway(plan: ServePlan, ready_file: str, cores: Sequence[int]) -> Chil
     command = (*_tandem("gateway"), "--model", plan.model, "--http", plan.http, "--grpc", plan.grpc)
     command += ("--redis-url", plan.redis_url, "--ready-file", ready_file)
     command += ("--max-queue", str(plan.max_queue_s), "--max-local-tokens", str(plan.max_local_tokens))
-    command += _observing(plan)
+    command += ("--routing", plan.routing, *_observing(plan))
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return ChildPlan("gateway", command, tuple(cores), 1)
 
@@ -115,6 +117,7 @@ def _worker_command(
     command += ("--borrow", ",".join(map(str, borrowed))) if borrowed else ()
     command += ("--max-local-tokens", str(ANY_PROMPT)) if plan.num_colocated else ()
     command += ("--pace", str(plan.pace)) if role is Role.DECODE and plan.pace else ()
+    command += () if plan.has_prefix_cache else ("--no-prefix-cache",)
     command += ("--num-blocks", str(plan.num_blocks)) if plan.num_blocks else ()
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return command

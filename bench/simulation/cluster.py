@@ -85,7 +85,7 @@ class _Flow:
     decode: WorkerRow | None = None
     expected: WorkerRow | None = None
     expectation: Expectation | None = None
-    num_lacking: int = 0
+    num_cached: int = 0
     candidates: Sequence[WorkerRecord] = ()
     overlap: Overlap = field(default_factory=dict)
     num_blocks: int = 0
@@ -216,16 +216,15 @@ class Cluster:
     def _compute(self, flow: _Flow, row: WorkerRow) -> None:
         """The prompt is to be computed there, and counts until it is."""
         asked = flow.asked
-        flow.num_lacking = asked.num_prompt - cached_tokens(row.record, asked.num_prompt, flow.overlap)
-        row.pend_tokens(flow.num_lacking)
+        flow.num_cached = cached_tokens(row.record, asked.num_prompt, flow.overlap)
+        row.pend_tokens(asked.num_prompt - flow.num_cached, flow.num_cached)
         if self.plan.has_prefix_cache:
             flow.expectation = self._mirror.expect(
                 row.record.epoch, pool_chain(asked.chain, self.plan.block_size)
             )
 
     def _computed(self, flow: _Flow, row: WorkerRow) -> None:
-        row.pend_tokens(-flow.num_lacking)
-        flow.num_lacking = 0
+        row.pend_tokens(flow.num_cached - flow.asked.num_prompt, -flow.num_cached)
         if flow.expectation is not None:
             self._mirror.end(flow.expectation)
 

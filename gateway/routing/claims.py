@@ -47,7 +47,7 @@ class Claims:
         num_cached = cached_tokens(link.record, self._num_tokens, self._overlap)
         expectation = self._prefixes.expect(link.record, self._request.chain)
         self._computing = Computing(link, num_cached, self._num_tokens - num_cached, expectation)
-        link.row.pend_tokens(self._computing.num_lacking)
+        link.row.pend_tokens(self._computing.num_lacking, num_cached)
 
     def observe(self, num_cached: int) -> None:
         """So many of the prompt's tokens its worker has found in its cache: whether the index was right."""
@@ -59,7 +59,7 @@ class Claims:
         """Or never to be: there, or (None) wherever it was to be."""
         computing = self._computing
         if computing is not None and link in (None, computing.link):
-            computing.link.row.pend_tokens(-computing.num_lacking)
+            computing.link.row.pend_tokens(-computing.num_lacking, -computing.num_cached)
             self._prefixes.settle(computing.expectation)
             self._computing = None
 

@@ -51,7 +51,7 @@ class Fleet:
         self._gateway_id = f"gateway-{new_request_id()[:8]}"
         self.tables = {role: WorkerTable() for role in Role}
         self._links: dict[WorkerKey, WorkerLink] = {}
-        self._tasks: dict[WorkerKey, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._registered: set[WorkerKey] = set()
         self._refused: set[WorkerKey] = set()
         self._changed = asyncio.Event()
@@ -112,9 +112,9 @@ class Fleet:
                 await self._look()
                 await asyncio.sleep(POLL_S)
         finally:
-            for task in self._tasks.values():
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _look(self) -> None:
         try:
@@ -132,7 +132,9 @@ class Fleet:
                 row = self.tables[record.role].add(record)
                 self._links[key] = WorkerLink(row, self._gateway_id, self._open_session)
                 self._prefixes.follow(record)
-                self._tasks[key] = asyncio.create_task(self._keep(key))
+                task = asyncio.create_task(self._keep(key))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     def _is_usable(self, record: WorkerRecord) -> bool:
         """One model a gateway: workers of another are not ours."""
@@ -172,7 +174,6 @@ class Fleet:
         link = self._links.pop(key)
         self.tables[link.record.role].remove(link.row)
         self.gone.append(Gone(link.record, loop_time(), told))
-        self._tasks.pop(key, None)
         if not self._links:
             self._reference = None
         await self._prefixes.leave(link.record)

@@ -26,7 +26,7 @@ from gateway.routing.fleet import Fleet
 from gateway.routing.lease import Lease
 from gateway.routing.live import HandoffReport, Live
 from gateway.routing.prefix_index import PrefixIndex
-from gateway.routing.router import Overlap, Route, choose_route
+from gateway.routing.router import Overlap, Route, Routing, choose_route
 from gateway.timing import Mark, StageClock, StageSpan, Timing
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class Orchestrator:
         metrics: GatewayMetrics,
         admission: Admission | None = None,
         max_local_tokens: int = 0,
+        choose: Routing = choose_route,
     ) -> None:
         """A prompt of which its decode worker lacks at most `max_local_tokens` is computed there: no handoff."""
         self.admission = admission or Admission(math.inf)
@@ -56,6 +57,7 @@ class Orchestrator:
         self._metrics = metrics
         self.gaps = metrics.gaps
         self._max_local_tokens = max_local_tokens
+        self._choose = choose
         self.live: dict[RequestId, Live] = {}
         self.recent = Recent()
 
@@ -144,7 +146,7 @@ class Orchestrator:
         """Who is to serve it, from what is known now; that a decode worker computes the prompt where others could is
         counted and reported. Raises WorkerLost when no decode worker is left."""
         request = live.request
-        route = choose_route(
+        route = self._choose(
             self._fleet.tables,
             len(request.prompt_ids) + len(history.committed),
             len(request.prompt_ids) + request.params.max_tokens,

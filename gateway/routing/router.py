@@ -1,8 +1,8 @@
 """Which workers serve a request. Pure decisions over what is known now: no I/O, no torch; the simulator runs them.
 
 Prefill: whoever would have computed the prompt first, from its measured rate, what is queued there and what it
-lacks of this one. Decode: prefix overlap, room in the batch and free blocks, in that order of weight. A worker that
-computes the prompt itself: as for prefill, and few sequences whose tokens come between.
+lacks of this one, which counts twice. Decode: prefix overlap, room in the batch and free blocks, in that order of
+weight. A worker that computes the prompt itself: as for prefill, and few sequences whose tokens come between.
 
 A prompt that is mostly cached on its decode worker is computed there when that is cheaper for everybody concerned:
 
@@ -12,6 +12,7 @@ A prompt that is mostly cached on its decode worker is computed there when that 
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -29,6 +30,10 @@ MAX_DECODE = 8
 
 MAX_LOCAL_S = 0.05
 """Sequences that decode wait no longer for a prompt that is computed between their tokens by choice."""
+
+WORK_WEIGHT = 2.0
+"""A token that is computed again delays all who come later: a prompt follows its prefix to a queue that is longer by
+up to so many times what it would compute again, and no longer: a hot prefix spreads."""
 
 MAX_RATE_SPREAD = 4.0
 """A worker that was measured to be further than this from the others had a bad moment."""
@@ -83,15 +88,64 @@ def choose_route(
     return Route(prefill, decode, overlap)
 
 
+class Routing(Protocol):
+    """What decides, with choose_route()'s arguments."""
+
+    def __call__(
+        self,
+        tables: Mapping[Role, WorkerTable],
+        num_tokens: int,
+        max_len: int,
+        overlap: Overlap,
+        max_local_tokens: int = 0,
+        avoid: Collection[WorkerId] = NOBODY,
+        holder: WorkerRecord | None = None,
+        may_be_local: bool = True,
+    ) -> Route: ...
+
+
+class RoundRobin:
+    """Each worker of a tier in turn, whatever it holds or has to do: what others are compared with."""
+
+    def __init__(self) -> None:
+        self._turn = -1
+
+    def __call__(
+        self,
+        tables: Mapping[Role, WorkerTable],
+        num_tokens: int,
+        max_len: int,
+        overlap: Overlap,
+        max_local_tokens: int = 0,
+        avoid: Collection[WorkerId] = NOBODY,
+        holder: WorkerRecord | None = None,
+        may_be_local: bool = True,
+    ) -> Route:
+        self._turn += 1
+        prefill = self._in_turn(tables[Role.PREFILL], num_tokens, avoid)
+        decode = self._in_turn(tables[Role.DECODE], max_len, avoid)
+        chosen = holder or (prefill[0] if prefill else None)
+        cause = "no_prefill_worker" if chosen is None and decode and not decode[0].is_colocated else ""
+        return Route(chosen, decode[:MAX_DECODE], overlap, cause)
+
+    def _in_turn(
+        self, table: WorkerTable, num_tokens: int, avoid: Collection[WorkerId]
+    ) -> list[WorkerRecord]:
+        fitting = [row.record for row, fits in zip(table.rows, _fits(table, num_tokens), strict=True) if fits]
+        fitting.sort(key=lambda record: record.worker_id)
+        first = self._turn % len(fitting) if fitting else 0
+        return sorted([*fitting[first:], *fitting[:first]], key=lambda record: record.worker_id in avoid)
+
+
 def choose_prefill(
     table: WorkerTable, num_tokens: int, overlap: Overlap, avoid: Collection[WorkerId] = NOBODY
 ) -> WorkerRecord | None:
-    """The prefill worker that would finish `num_tokens` first, one of `avoid` only if there is no other; None when no
-    pool is large enough."""
+    """The prefill worker that would finish `num_tokens` first, work that need not be done counting more than waiting;
+    one of `avoid` only if there is no other; None when no pool is large enough."""
     if not table.rows:
         return None
-    cost = table.column("ahead") + num_tokens
-    _credit(cost, table, num_tokens, overlap, 1.0)
+    cost = table.column("ahead") + WORK_WEIGHT * num_tokens
+    _credit(cost, table, num_tokens, overlap, WORK_WEIGHT)
     cost *= _slowness(table)
     cost += PREFILL_NAME_TIE * table.order
     _avoid(cost, table, avoid, FAR)

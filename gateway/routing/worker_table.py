@@ -20,7 +20,7 @@ COLUMNS = (
     "is_colocated",
     "pool_tokens",  # what the whole pool holds
     "max_batch",
-    "ahead",  # prompt tokens to compute before another prompt's: published or sent, whichever is more
+    "ahead",  # prompt tokens to compute before another prompt's: sent, and published beyond that
     "tokens_per_s",
     "sequences",  # in the batch or waiting for it, published or sent, whichever is more; less the suspended
     "share",  # of the batch that these would fill
@@ -117,6 +117,7 @@ class WorkerRow:
         "load",
         "num_pending",
         "num_pending_tokens",
+        "num_pending_whole",
         "record",
         "slot",
     )
@@ -129,15 +130,18 @@ class WorkerRow:
         self.is_up = False
         self.is_fitting = True
         self.num_pending_tokens = 0
+        self.num_pending_whole = 0
         self.num_pending = 0
 
     def publish(self, load: Load) -> None:
         self.load = load
         self.write()
 
-    def pend_tokens(self, num_tokens: int) -> None:
-        """So many more prompt tokens were sent; fewer if negative."""
+    def pend_tokens(self, num_tokens: int, num_cached: int = 0) -> None:
+        """So many more prompt tokens were sent that are to be computed there, and so many that are not; fewer if
+        negative."""
         self.num_pending_tokens += num_tokens
+        self.num_pending_whole += num_tokens + num_cached
         self._table.set(self.slot, ahead=self.num_ahead)
 
     def pend_sequences(self, num_sequences: int) -> None:
@@ -163,7 +167,8 @@ class WorkerRow:
 
     @property
     def num_ahead(self) -> int:
-        return max(self.load.num_queued_tokens, self.num_pending_tokens)
+        """What was sent, and of what is published (which counts waiting prompts whole) the part that others sent."""
+        return self.num_pending_tokens + max(self.load.num_queued_tokens - self.num_pending_whole, 0)
 
     @property
     def num_sequences(self) -> int:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import click
 import pytest
+from prometheus_client import Counter, Gauge, Histogram
 
-from cluster import store
+from cluster import block_feed, store
 from gateway.front import openai_schema, responses_schema
 from gateway.metrics import GatewayMetrics
+from gateway.routing import prefix_index
 from tandem.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +95,9 @@ def test_the_metrics_that_are_named_are_the_metrics_that_there_are():
 
 def test_the_labels_that_are_named_are_the_labels_that_metrics_have():
     metrics = GatewayMetrics(lambda: [])
-    collectors = [*metrics._registry._collector_to_names, store.CALLS, store.FAILURES]
+    of_modules = [value for module in (store, block_feed, prefix_index) for value in vars(module).values()]
+    others = [value for value in of_modules if isinstance(value, Counter | Gauge | Histogram)]
+    collectors = [*metrics._registry._collector_to_names, *others]
     labels = {c._name: set(c._labelnames) for c in collectors if hasattr(c, "_labelnames")}
     labels |= {family.name: set(family._labelnames) for c in collectors[:2] for family in c.collect()}
     rows = re.findall(r"^\| (`tandem_.*?) \|(.*?)\|", README, re.MULTILINE)

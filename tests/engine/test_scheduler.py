@@ -99,6 +99,29 @@ def work_of(rig: Rig) -> list[tuple[HandoffId, int]]:
     return [(item.sequence.id, item.num_tokens) for item in rig.engine.work]
 
 
+def test_of_a_burst_with_one_prefix_one_computes_it_and_the_others_find_it():
+    rig = Rig(num_blocks=200, token_budget=64)
+    shared = list(range(150))
+    sequences = [make_sequence([*shared, 200 + number, 7]) for number in range(5)]
+    rig.submit(*sequences)
+    rig.run()
+    assert [sequence.num_cached for sequence in sequences] == [0, *[9 * BLOCK] * 4]
+    for sequence in sequences:
+        assert outputs(sequence) == alone(sequence)
+
+
+def test_who_waits_for_a_prefix_lets_others_by():
+    rig = Rig(num_blocks=200, token_budget=64)
+    leader, follower, other = make_sequence(range(150)), make_sequence(range(150)), make_sequence([9] * 20)
+    rig.submit(leader, follower, other)
+    rig.step()
+    rig.step()
+    rig.step()
+    assert other in rig.scheduler.running or other.id in rig.finished
+    rig.run()
+    assert follower.num_cached == 9 * BLOCK
+
+
 def test_a_prompt_is_computed_in_chunks_within_the_token_budget():
     rig = Rig(token_budget=20)
     sequence = make_sequence(range(50), max_tokens=2)

@@ -82,11 +82,12 @@ class Rig:
 
     def assert_clean(self) -> None:
         for link in self.fleet.links:
-            counted = (link.num_open, link.row.num_pending, link.row.num_pending_tokens)
-            assert counted == (0, 0, 0), link.record.worker_id
+            row = link.row
+            counted = (link.num_open, row.num_pending, row.num_pending_tokens, row.num_pending_whole)
+            assert counted == (0, 0, 0, 0), link.record.worker_id
         assert not self.rows._live
 
     async def close(self) -> None:
-        for task in self.fleet._tasks.values():
+        for task in self.fleet._tasks:
             task.cancel()
-        await asyncio.gather(*self.fleet._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*self.fleet._tasks, return_exceptions=True)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.ids import BlockHash, Epoch
-from gateway.routing.prefix_mirror import PrefixMirror
+from gateway.routing.prefix_mirror import Expectation, PrefixMirror
 
 CHAIN = [BlockHash(bytes([17 * number]) * 16) for number in range(6)]
 EPOCHS = st.integers(1, 4)
@@ -26,70 +26,83 @@ def run(sweep) -> None:
         pass
 
 
-class Sets:
-    """What a mirror should say: holders and their blocks, told of and expected."""
+class Both:
+    """A mirror, and sets that should say the same: holders and their blocks, told of and expected."""
 
     def __init__(self) -> None:
+        self.mirror = PrefixMirror()
         self.held: dict[int, set[int]] = {}
-        self.expected: dict[int, list[set[int]]] = {}
+        self.expected: dict[int, list[tuple[Expectation, set[int]]]] = {}
 
     def depths(self) -> dict[int, int]:
         found = {}
         for epoch, held in self.held.items():
-            known = held.union(*self.expected.get(epoch, []))
-            depth = next((number for number in range(6) if number not in known), 6)
-            if depth:
+            known = held.union(*(numbers for _, numbers in self.expected.get(epoch, [])))
+            if depth := _depth(known):
                 found[epoch] = depth
         return found
 
-    def correct(self, epoch: int, num_held: int) -> None:
-        held = self.held.get(epoch)
-        if held is not None:
-            believed = next((number for number in range(6) if number not in held), 6)
-            held -= set(range(num_held, believed))
-            held |= set(range(num_held))
+    def add(self, epoch: Epoch, _: object) -> None:
+        self.mirror.add(epoch)
+        self.held.setdefault(epoch, set())
+
+    def remove(self, epoch: Epoch, _: object) -> None:
+        run(self.mirror.remove(epoch))
+        self.held.pop(epoch, None)
+
+    def store(self, epoch: Epoch, numbers: set[int]) -> None:
+        self.mirror.store(epoch, hashes_of(numbers))
+        if epoch in self.held:
+            self.held[epoch] |= numbers
+
+    def discard(self, epoch: Epoch, numbers: set[int]) -> None:
+        self.mirror.discard(epoch, hashes_of(numbers))
+        if epoch in self.held:
+            self.held[epoch] -= numbers
+
+    def replace(self, epoch: Epoch, numbers: set[int]) -> None:
+        run(self.mirror.replace(epoch, hashes_of(numbers)))
+        if epoch in self.held:
+            self.held[epoch] = set(numbers)
+
+    def correct(self, epoch: Epoch, num_held: int) -> None:
+        self.mirror.correct(epoch, CHAIN, num_held)
+        if epoch in self.held:
+            held = self.held[epoch] - set(range(num_held, _depth(self.held[epoch])))
+            self.held[epoch] = held | set(range(num_held))
+
+    def expect(self, epoch: Epoch, numbers: set[int]) -> None:
+        made = self.mirror.expect(epoch, hashes_of(numbers))
+        lacking = {CHAIN.index(block_hash) for block_hash in made.hashes}
+        self.expected.setdefault(epoch, []).append((made, lacking))
+
+    def end(self, epoch: Epoch, _: object) -> None:
+        if self.expected.get(epoch):
+            self.mirror.end(self.expected[epoch].pop()[0])
+
+
+def hashes_of(numbers: set[int]) -> list[BlockHash]:
+    return [CHAIN[number] for number in sorted(numbers)]
+
+
+def _depth(numbers: set[int]) -> int:
+    return next((number for number in range(6) if number not in numbers), 6)
 
 
 @settings(max_examples=300, deadline=None)
 @given(changes=CHANGES)
 def test_it_says_what_sets_would(changes):
-    mirror, sets = PrefixMirror(), Sets()
-    expectations: dict[int, list] = {}
+    both = Both()
     for kind, number, what in changes:
-        epoch = Epoch(number)
-        if kind == "add":
-            mirror.add(epoch)
-            sets.held.setdefault(epoch, set())
-        elif kind == "remove":
-            run(mirror.remove(epoch))
-            sets.held.pop(epoch, None)
-        elif kind == "correct":
-            mirror.correct(epoch, CHAIN, what)
-            sets.correct(epoch, what)
-        elif kind == "expect":
-            hashes = [CHAIN[index] for index in sorted(what)]
-            made = mirror.expect(epoch, hashes)
-            expectations.setdefault(epoch, []).append(made)
-            sets.expected.setdefault(epoch, []).append({CHAIN.index(h) for h in made.hashes})
-        elif kind == "end":
-            if expectations.get(epoch):
-                mirror.end(expectations[epoch].pop())
-                sets.expected[epoch].pop()
-        else:
-            hashes = [CHAIN[index] for index in what]
-            sweep = getattr(mirror, kind)(epoch, hashes)
-            run(sweep if kind == "replace" else None)
-            if epoch in sets.held:
-                held = sets.held[epoch]
-                sets.held[epoch] = {"store": held | what, "discard": held - what, "replace": set(what)}[kind]
-        assert mirror.longest_prefix(CHAIN) == sets.depths()
-    for epoch in list(sets.held):
-        run(mirror.remove(epoch))
-    for left in expectations.values():
-        for expectation in left:
-            mirror.end(expectation)
-    assert mirror.num_blocks == 0
-    assert not mirror._expected
+        getattr(both, kind)(Epoch(number), what)
+        assert both.mirror.longest_prefix(CHAIN) == both.depths()
+    for epoch in list(both.held):
+        both.remove(Epoch(epoch), None)
+    for epoch, left in both.expected.items():
+        while left:
+            both.end(Epoch(epoch), None)
+    assert both.mirror.num_blocks == 0
+    assert not both.mirror._expected
 
 
 def test_who_comes_while_another_is_swept_out_gets_nothing_of_it():

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from core.ids import Epoch, WorkerId
 from core.load import Load
 from core.worker import Role, WorkerRecord
-from gateway.routing.router import MAX_DECODE, MAX_LOCAL_S, Route, choose_prefill, choose_route, rank_decode
+from gateway.routing.router import (
+    MAX_DECODE,
+    MAX_LOCAL_S,
+    RoundRobin,
+    Route,
+    choose_prefill,
+    choose_route,
+    rank_decode,
+)
 from tests.gateway.routing.tables import EMPTY, SPEC, Known, known, table_of
 
 
@@ -48,11 +56,23 @@ def test_what_was_sent_and_what_is_published_are_not_counted_twice():
 
 
 def test_a_cached_prefix_is_worth_the_tokens_it_saves():
-    far = known("a", replace(EMPTY, num_queued_tokens=50))
+    far = known("a", replace(EMPTY, num_queued_tokens=100))
     near = known("b")
-    assert prefill([far, near], 100, a=4) == "a"
+    assert prefill([far, near], 100, a=4) == "a", "64 tokens count twice"
     assert prefill([far, near], 100, a=3) == "b"
     assert prefill([near, far], 16, a=1000) == "b", "no more than the prompt can be saved"
+
+
+def test_a_burst_with_one_prefix_stays_together_until_the_queue_costs_more_than_the_prefix():
+    """Each waits for those before it: ten tokens of its own."""
+    holder = "a"
+    for number in range(40):
+        queue = known("a", num_pending_tokens=160 + 10 * number)
+        chosen = prefill([queue, known("b")], 170, a=10)
+        if chosen != holder:
+            break
+    assert chosen == "b"
+    assert 10 <= number <= 20
 
 
 def test_tokens_count_by_the_time_that_a_worker_takes_for_them():
@@ -61,12 +81,12 @@ def test_tokens_count_by_the_time_that_a_worker_takes_for_them():
     new = known("c", replace(EMPTY, num_queued_tokens=150))
     assert prefill([slow, fast]) == "b"
     assert prefill([slow, new]) == "a", "one that has not been measured is like the others"
-    assert prefill([slow, fast], 1000, a=50) == "a", "200 tokens there take less time than 1150 here"
+    assert prefill([slow, fast], 1000, a=50) == "a", "200 tokens there take less time than 1000 here"
 
 
 def test_a_worker_that_had_one_bad_moment_is_not_shunned_for_ever():
     stuck = known("a", replace(EMPTY, tokens_per_s=1.0))
-    other = known("b", replace(EMPTY, num_queued_tokens=1000, tokens_per_s=1000.0))
+    other = known("b", replace(EMPTY, num_queued_tokens=2000, tokens_per_s=1000.0))
     assert prefill([stuck, other]) == "a"
 
 
@@ -181,6 +201,18 @@ def test_whoever_has_computed_a_prompt_sends_it_again():
     assert choose_route(tables, 10, 20, {}, max_local_tokens=64, holder=holder).prefill is holder
 
 
+def test_round_robin_takes_each_in_turn_whatever_it_holds():
+    busy = known("b", replace(EMPTY, num_queued_tokens=5000))
+    tables = {Role.PREFILL: table_of([known("c"), known("a"), busy]), Role.DECODE: table_of([known("d")])}
+    choose = RoundRobin()
+    overlap = {row.record.epoch: 6 for row in tables[Role.PREFILL].rows}
+    chosen = [choose(tables, 100, 200, overlap).prefill for _ in range(6)]
+    assert names(chosen) == ["a", "b", "c"] * 2
+    avoided = [choose(tables, 100, 200, {}, avoid={WorkerId("a")}).prefill for _ in range(3)]
+    assert WorkerId("a") not in names(avoided)
+    assert names(choose(tables, 100, 200, {}).decode) == ["d"]
+
+
 def test_a_prompt_that_is_computed_on_decode_goes_where_little_is_ahead_of_it():
     long = known("a", replace(EMPTY, num_queued_tokens=900, num_running=1))
     many = known("b", replace(EMPTY, num_running=6))
@@ -261,3 +293,15 @@ def test_decisions_depend_on_the_workers_and_not_on_their_order(workers, num_tok
     assert ranked == rank_decode(other, num_tokens, max_len, overlap)
     fitting = [c.record for c in workers if SPEC.num_blocks_for(max_len) <= c.record.num_blocks]
     assert sorted(names(ranked)) == sorted(names(fitting))
+
+
+def test_a_worker_s_own_count_takes_prompts_whole_and_that_is_not_believed_of_ours():
+    table = table_of([known("a")])
+    row = table.rows[0]
+    row.pend_tokens(20, 180)
+    row.publish(replace(EMPTY, num_queued_tokens=200))
+    assert table.column("ahead")[0] == row.num_ahead == 20
+    row.publish(replace(EMPTY, num_queued_tokens=500))
+    assert row.num_ahead == 320, "another gateway sent 300"
+    row.pend_tokens(-20, -180)
+    assert row.num_ahead == 500

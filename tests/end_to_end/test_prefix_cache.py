@@ -1,0 +1,108 @@
+"""One prefix cache across the cluster: what was computed anywhere is not computed again, and tokens stay the same."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from redis.asyncio import Redis
+
+from tandem.testing import LocalCluster
+from tests.end_to_end.clients import Client, assert_well, read_counter
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+rng = random.Random(7)
+BLOCK = 16
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(start_cluster) -> AsyncIterator[LocalCluster]:
+    async with start_cluster(num_prefill=2, num_decode=2) as running:
+        await running.wait_workers(["prefill-0", "prefill-1", "decode-0", "decode-1"])
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(cluster, connect) -> AsyncIterator[Client]:
+    async with connect(cluster) as made:
+        yield made
+
+
+def tokens(count: int) -> list[int]:
+    return [rng.randrange(256) for _ in range(count)]
+
+
+async def wait_indexed(cluster: LocalCluster, num_more: int, before: float) -> None:
+    """Until the gateway knows so many blocks more."""
+    async with asyncio.timeout(10):
+        while await indexed(cluster) < before + num_more:
+            await asyncio.sleep(0.02)
+
+
+async def indexed(cluster: LocalCluster) -> float:
+    return await read_counter(cluster, "tandem_prefix_index_blocks")
+
+
+async def test_each_turn_of_a_chat_computes_what_is_new(cluster, client, oracle):
+    """Prompt and answer of all turns before are found where they were generated."""
+    told = await indexed(cluster)
+    prompt, num_known = tokens(100), 0
+    for turn in range(10):
+        answer = await client.generate(prompt, 24, ignore_eos=True)
+        assert answer.token_ids == oracle(prompt, max_tokens=24)
+        assert answer.usage.num_cached_tokens == num_known
+        if turn:
+            assert list(answer.last.timing.causes) == ["cached_on_decode"]
+        prompt += answer.token_ids
+        num_blocks = (len(prompt) - 1) // BLOCK  # the KV of the last token is never computed
+        await wait_indexed(cluster, num_blocks, told)
+        num_known = num_blocks * BLOCK
+        prompt += tokens(20)
+    missing = await read_counter(cluster, "tandem_prefix_index_error_tokens_total", kind="missing")
+    assert missing == 0
+    await assert_well(cluster, oracle)
+
+
+async def test_a_burst_with_one_prefix_lands_together_before_it_is_computed(cluster, client, oracle):
+    """Nobody has told of the prefix when they are routed."""
+    shared = tokens(200)
+    prompts = [shared + tokens(10) for _ in range(6)]
+    answers = await asyncio.gather(*(client.generate(ids, 8, ignore_eos=True) for ids in prompts))
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == oracle(ids, max_tokens=8)
+    assert len({answer.last.timing.prefill_worker_id for answer in answers}) == 1
+    await assert_well(cluster, oracle)
+
+
+async def test_the_gateway_knows_what_it_knew_when_redis_has_lost_it(cluster, client, oracle):
+    told = await indexed(cluster)
+    prompt = tokens(20 * BLOCK + 1)
+    await client.generate(prompt, 1)
+    await wait_indexed(cluster, 20, told)
+    async with Redis.from_url(cluster.redis_url) as redis:
+        await redis.flushall()
+    answer = await client.generate(prompt, 8, ignore_eos=True)
+    assert answer.usage.num_cached_tokens == 20 * BLOCK
+    assert answer.token_ids == oracle(prompt, max_tokens=8)
+    await assert_well(cluster, oracle)
+
+
+async def test_another_gateway_finds_what_was_there_before_it(cluster, client, oracle):
+    """It hears of nothing: it reads what workers hold."""
+    told = await indexed(cluster)
+    prompt = tokens(10 * BLOCK + 1)
+    first = await client.generate(prompt, 1)
+    await wait_indexed(cluster, 10, told)
+    await cluster.processes["gateway"].stop()
+    await cluster.start_gateway()
+    async with asyncio.timeout(10):
+        while await read_counter(cluster, "tandem_prefix_index_snapshots_total", cause="met") < 4:
+            await asyncio.sleep(0.02)
+    import grpc
+
+    async with grpc.aio.insecure_channel(cluster.grpc) as channel:
+        answer = await Client(channel).generate(prompt, 8, ignore_eos=True)
+    assert answer.usage.num_cached_tokens == 10 * BLOCK
+    assert answer.last.timing.prefill_worker_id == first.last.timing.prefill_worker_id
+    await assert_well(cluster, oracle)
