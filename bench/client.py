@@ -58,6 +58,7 @@ class Outcome:
     gaps_s: list[float] = field(default_factory=list)
     num_prompt: int = 0
     num_tokens: int = 0
+    num_cached: int = 0
     is_whole: bool = False
     error: str = ""
 
@@ -167,6 +168,7 @@ class OpenAIClient:
             chunk = json.loads(line.removeprefix("data: "))
             if usage := chunk.get("usage"):
                 outcome.num_prompt, outcome.num_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                outcome.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             choice = chunk["choices"][0] if chunk.get("choices") else None
             if choice is None or _is_opening(choice):
                 outcome.error = outcome.error or str(chunk.get("error") or "")

@@ -136,6 +136,28 @@ def interference(json_path: Path | None, html_path: Path | None, **options: Any)
     _run(measuring.run(systems_of(options), scene, json_path, html_path))
 
 
+@bench.command()
+@click.option("--model", default="smollm2", show_default=True)
+@click.option("--prefill", "num_prefill", default=2, show_default=True, help="Prefill workers.")
+@click.option("--decode", "num_decode", default=2, show_default=True, help="Decode workers.")
+@click.option(
+    "--memory",
+    default=None,
+    type=float,
+    help="The prefill tier's, in parts of the trace's blocks [as it is].",
+)
+@click.option("--serve-options", default="", callback=words_of, help="More options of `tandem serve`.")
+@traffic_options
+@click.option("--json", "json_path", default=None, type=FILE)
+def prefix(json_path: Path | None, **options: Any) -> None:
+    """What routing by cached prefixes is worth, against each worker in turn and against what a cache could have."""
+    from bench import prefix as measuring
+
+    names = ("model", "num_prefill", "num_decode", "memory")
+    cluster = measuring.Cluster(**{name: options[name] for name in names}, options=options["serve_options"])
+    _run(measuring.run(cluster, asked_of(options), json_path))
+
+
 @bench.command("profile")
 @click.argument("path", type=FILE)
 @model_options
