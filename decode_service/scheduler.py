@@ -20,6 +20,7 @@ from engine.messages import (
     Activate,
     AnyCommand,
     AnyEvent,
+    ClearCache,
     Credit,
     PromptScores,
     Quiet,
@@ -90,6 +91,8 @@ class DecodeTier:
                 self.engine.scheduler.pool.release(
                     self._quarantined.pop(command.id, []), BlockState.QUARANTINED
                 )
+            case ClearCache():
+                self.engine.scheduler.pool.clear_cache()
             case _:
                 raise AssertionError(f"not a decode command: {command}")
 

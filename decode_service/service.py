@@ -20,6 +20,7 @@ from engine.messages import (
     AbortWork,
     Activate,
     AnyEvent,
+    ClearCache,
     Credit,
     PromptScores,
     Quiet,
@@ -88,6 +89,9 @@ class DecodeService(
                 self._engine.send(Credit(handoff_id, command.credit.num_tokens))
             case "abort":
                 self.abort(convert.handoff_id_from_proto(command.abort.handoff_id), events)
+            case "clear_cache":
+                logger.info("the prefix cache was cleared on request")
+                self._engine.send(ClearCache())
             case unknown:
                 logger.warning("ignored a command of unknown kind %s", unknown)
 

@@ -69,7 +69,11 @@ class Quiet(Command, frozen=True, tag=True):
     """Decode: nothing writes into the handoff's quarantined blocks any more."""
 
 
-AnyCommand = StartPrompt | Granted | Release | Reserve | Activate | Credit | AbortWork | Quiet
+class ClearCache(msgspec.Struct, frozen=True, tag=True):
+    """Both: forget every cached block; what runs keeps its own."""
+
+
+AnyCommand = StartPrompt | Granted | Release | Reserve | Activate | Credit | AbortWork | Quiet | ClearCache
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ from engine.messages import (
     AbortWork,
     AnyCommand,
     AnyEvent,
+    ClearCache,
     Computed,
     First,
     Granted,
@@ -70,6 +71,8 @@ class PrefillTier:
             case AbortWork():
                 self._drop(command.id)
                 self.events.append(WorkAborted(command.id))
+            case ClearCache():
+                self.engine.scheduler.pool.clear_cache()
             case _:
                 raise AssertionError(f"not a prefill command: {command}")
 

@@ -21,6 +21,7 @@ from engine.engine_process import EngineProcess
 from engine.messages import (
     AbortWork,
     AnyEvent,
+    ClearCache,
     Computed,
     First,
     Granted,
@@ -103,6 +104,9 @@ class PrefillService(
                 self._release(convert.handoff_id_from_proto(command.release.handoff_id))
             case "abort":
                 self.abort(convert.handoff_id_from_proto(command.abort.handoff_id), events)
+            case "clear_cache":
+                logger.info("the prefix cache was cleared on request")
+                self._engine.send(ClearCache())
             case unknown:
                 logger.warning("ignored a command of unknown kind %s", unknown)
 

@@ -38,18 +38,20 @@ class PrefillCommands(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[PrefillCommand, _Mapping]]] = ...) -> None: ...
 
 class PrefillCommand(_message.Message):
-    __slots__ = ("hello", "start", "grant", "release", "abort")
+    __slots__ = ("hello", "start", "grant", "release", "abort", "clear_cache")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
     hello: GatewayHello
     start: PrefillStart
     grant: PrefillGrant
     release: PrefillRelease
     abort: Abort
-    def __init__(self, hello: _Optional[_Union[GatewayHello, _Mapping]] = ..., start: _Optional[_Union[PrefillStart, _Mapping]] = ..., grant: _Optional[_Union[PrefillGrant, _Mapping]] = ..., release: _Optional[_Union[PrefillRelease, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    clear_cache: ClearCache
+    def __init__(self, hello: _Optional[_Union[GatewayHello, _Mapping]] = ..., start: _Optional[_Union[PrefillStart, _Mapping]] = ..., grant: _Optional[_Union[PrefillGrant, _Mapping]] = ..., release: _Optional[_Union[PrefillRelease, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCache, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
     __slots__ = ("handoff_id", "worker", "prompt_ids", "output_ids", "sampling", "deadline_s", "takes_over", "trace_parent")
@@ -90,6 +92,10 @@ class Abort(_message.Message):
     handoff_id: _types_pb2.HandoffId
     reason: str
     def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ClearCache(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class PrefillEvents(_message.Message):
     __slots__ = ("events", "load")
@@ -176,16 +182,18 @@ class DecodeCommands(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[DecodeCommand, _Mapping]]] = ...) -> None: ...
 
 class DecodeCommand(_message.Message):
-    __slots__ = ("hello", "reserve", "credit", "abort")
+    __slots__ = ("hello", "reserve", "credit", "abort", "clear_cache")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
     hello: GatewayHello
     reserve: DecodeReserve
     credit: DecodeCredit
     abort: Abort
-    def __init__(self, hello: _Optional[_Union[GatewayHello, _Mapping]] = ..., reserve: _Optional[_Union[DecodeReserve, _Mapping]] = ..., credit: _Optional[_Union[DecodeCredit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    clear_cache: ClearCache
+    def __init__(self, hello: _Optional[_Union[GatewayHello, _Mapping]] = ..., reserve: _Optional[_Union[DecodeReserve, _Mapping]] = ..., credit: _Optional[_Union[DecodeCredit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCache, _Mapping]] = ...) -> None: ...
 
 class DecodeReserve(_message.Message):
     __slots__ = ("handoff_id", "worker", "prompt_ids", "output_ids", "sampling", "deadline_s", "wait_s", "credit", "is_local", "trace_parent")

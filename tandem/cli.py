@@ -233,6 +233,15 @@ def chat(grpc: str, max_tokens: int, temperature: float) -> None:
 
 
 @main.command()
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The gateway's HTTP address.")
+def flush(url: str) -> None:
+    """Have every worker forget the prefixes it has cached; exit 1 unless all were told."""
+    from tandem import terminal
+
+    _client(terminal.flush(url))
+
+
+@main.command()
 @click.option("--model", default="smollm2", show_default=True)
 @click.option("--url", default=None, help="A running system to check [starts its own, over each connector].")
 @click.option("--connectors", default="shm,tcp,ucx", show_default=True, help="Which to start it over.")

@@ -1,11 +1,13 @@
-"""The terminal's clients of a running system: complete and chat."""
+"""The terminal's clients of a running system: complete, chat and flush."""
 
 import asyncio
 import contextlib
 import sys
 
 import click
+import httpx
 
+from core.errors import Unavailable
 from tandem.client import Answer, AsyncClient, Chunk, Message, Prompt, Sampling
 from tandem.client_messages import to_answer
 
@@ -25,6 +27,21 @@ async def chat(address: str, max_tokens: int, temperature: float) -> None:
         answer = await _show(address, messages, Sampling(max_tokens=max_tokens, temperature=temperature))
         messages.append(Message("assistant", answer.text))
         click.echo("")
+
+
+async def flush(url: str) -> None:
+    """Raises Unavailable unless every worker was told."""
+    try:
+        async with httpx.AsyncClient() as http:
+            answer = await http.post(f"{url.rstrip('/')}/flush_cache")
+        told, missed = answer.json()["told"], answer.json()["missed"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        raise Unavailable(f"{url}: {error!r}") from error
+    if missed or not told:
+        raise Unavailable(
+            f"could not tell {', '.join(missed) or 'anybody'}; told {', '.join(told) or 'nobody'}"
+        )
+    click.echo(f"told {', '.join(told)}")
 
 
 def _ask() -> str:

@@ -62,6 +62,7 @@ class HttpFront:
                 Route("/ready", self.ready),
                 Route("/metrics", self.metrics),
                 Route("/cluster", self.cluster),
+                Route("/flush_cache", self.flush_cache, methods=["POST"]),
                 *page_routes(),
             ],
             exception_handlers={TandemError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
@@ -124,6 +125,11 @@ class HttpFront:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._serving.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def flush_cache(self, request: Request) -> Response:
+        """Every worker forgets its cached blocks; 503 when not all could be told."""
+        told, missed = self._serving.fleet.clear_caches()
+        return JSONResponse({"told": told, "missed": missed}, 200 if told and not missed else 503)
 
     async def cluster(self, request: Request) -> Response:
         """What operators look at: a page for a browser, JSON for everybody else; `after` leaves out ended requests

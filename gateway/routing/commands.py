@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from core.ids import HandoffId
-from core.worker import WorkerRecord
+from core.worker import Role, WorkerRecord
 from gateway.generation import GenerationRequest
 from proto import convert
 from proto import session_pb2 as pb
@@ -77,6 +77,11 @@ def add_credit(handoff_id: HandoffId, num_tokens: int) -> pb.DecodeCommand:
 
 def abort_decode(handoff_id: HandoffId, reason: str) -> pb.DecodeCommand:
     return pb.DecodeCommand(abort=_abort(handoff_id, reason))
+
+
+def clear_cache(role: Role) -> pb.PrefillCommand | pb.DecodeCommand:
+    kind = pb.PrefillCommand if role is Role.PREFILL else pb.DecodeCommand
+    return kind(clear_cache=pb.ClearCache())
 
 
 def _abort(handoff_id: HandoffId, reason: str) -> pb.Abort:

@@ -13,6 +13,7 @@ from core.clock import loop_time
 from core.ids import Epoch, WorkerId, new_request_id
 from core.load import Load
 from core.worker import Role, WorkerRecord
+from gateway.routing.commands import clear_cache
 from gateway.routing.link import RECONNECT_S, OpenSession, WorkerLink, open_grpc_session
 from gateway.routing.prefix_index import PrefixIndex
 from gateway.routing.worker_table import WorkerRow, WorkerTable
@@ -99,6 +100,16 @@ class Fleet:
         decode = self.candidates(Role.DECODE)
         has_prefill = bool(self.candidates(Role.PREFILL)) or any(c.record.is_colocated for c in decode)
         return bool(decode) and has_prefill
+
+    def clear_caches(self) -> tuple[list[WorkerId], list[WorkerId]]:
+        """Tell every worker to forget what it has cached: who was told, and who could not be reached."""
+        told: list[WorkerId] = []
+        missed: list[WorkerId] = []
+        for link in self.links:
+            if link.is_up:
+                link.send(clear_cache(link.record.role))
+            (told if link.is_up else missed).append(link.record.worker_id)
+        return sorted(told), sorted(missed)
 
     async def wait_ready(self) -> None:
         while not self.is_ready:

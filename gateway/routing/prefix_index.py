@@ -85,4 +85,4 @@ class PrefixIndex:
         if error:
             ERRORS.labels(kind="missing" if error < 0 else "unexpected").inc(abs(error))
         blocks = pool_chain(chain, block_size)[:usable]
-        self.mirror.correct(record.epoch, blocks, num_cached // block_size)
+        self.mirror.correct(record.epoch, blocks, num_predicted // block_size, num_cached // block_size)

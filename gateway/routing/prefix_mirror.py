@@ -119,15 +119,11 @@ class PrefixMirror:
             if not counts:
                 del self._expected[block_hash]
 
-    def correct(self, epoch: Epoch, chain: Sequence[BlockHash], num_held: int) -> int:
-        """It was seen to hold the first `num_held` blocks of `chain` and not the next one. By how many blocks the
-        mirror was wrong about that: positive when it lacked some, negative when it had too many."""
-        believed, bit = 0, self._bit(epoch)
-        while believed < len(chain) and self._shards[chain[believed][0]].get(chain[believed], 0) & bit:
-            believed += 1
-        self.discard(epoch, chain[num_held:believed])
-        self.store(epoch, chain[believed:num_held])
-        return num_held - believed if bit else 0
+    def correct(self, epoch: Epoch, chain: Sequence[BlockHash], num_believed: int, num_held: int) -> None:
+        """It was believed to hold the first `num_believed` blocks of `chain`, and held `num_held`. What was not
+        believed then is left alone: it may have been computed and told of since."""
+        self.discard(epoch, chain[num_held:num_believed])
+        self.store(epoch, chain[num_believed:num_held])
 
     def _bit(self, epoch: Epoch) -> int:
         """0 for one that is not a holder."""

@@ -4,10 +4,13 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 import pytest_asyncio
+from click.testing import CliRunner
 from redis.asyncio import Redis
 
+from tandem.cli import main
 from tandem.testing import LocalCluster
 from tests.end_to_end.clients import Client, assert_well, read_counter
 
@@ -88,6 +91,30 @@ async def test_the_gateway_knows_what_it_knew_when_redis_has_lost_it(cluster, cl
     await assert_well(cluster, oracle)
 
 
+async def test_a_flushed_cache_finds_nothing_and_what_runs_goes_on(cluster, client, oracle):
+    told = await indexed(cluster)
+    prompt, running = tokens(10 * BLOCK + 1), tokens(60)
+    await client.generate(prompt, 1)
+    await wait_indexed(cluster, 10, told)
+    stream = asyncio.create_task(client.generate(running, 400, ignore_eos=True))
+    await asyncio.sleep(0.3)
+    result = await asyncio.to_thread(CliRunner().invoke, main, ["flush", "--url", cluster.http])
+    assert (result.exit_code, result.output) == (0, "told decode-0, decode-1, prefill-0, prefill-1\n")
+    answer = await client.generate(prompt, 8, ignore_eos=True)
+    assert answer.usage.num_cached_tokens == 0
+    assert answer.token_ids == oracle(prompt, max_tokens=8)
+    assert (await stream).token_ids == oracle(running, max_tokens=400)
+    again = await client.generate(prompt, 8, ignore_eos=True)
+    assert again.usage.num_cached_tokens == 10 * BLOCK, "it is cached anew"
+    await assert_well(cluster, oracle)
+
+
+async def test_a_flush_that_nobody_hears_is_an_error():
+    result = await asyncio.to_thread(CliRunner().invoke, main, ["flush", "--url", "http://127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert "http://127.0.0.1:1" in result.output
+
+
 async def test_another_gateway_finds_what_was_there_before_it(cluster, client, oracle):
     """It hears of nothing: it reads what workers hold."""
     told = await indexed(cluster)
@@ -99,8 +126,6 @@ async def test_another_gateway_finds_what_was_there_before_it(cluster, client, o
     async with asyncio.timeout(10):
         while await read_counter(cluster, "tandem_prefix_index_snapshots_total", cause="met") < 4:
             await asyncio.sleep(0.02)
-    import grpc
-
     async with grpc.aio.insecure_channel(cluster.grpc) as channel:
         answer = await Client(channel).generate(prompt, 8, ignore_eos=True)
     assert answer.usage.num_cached_tokens == 10 * BLOCK

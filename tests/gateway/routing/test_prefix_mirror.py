@@ -15,7 +15,7 @@ CHANGES = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["store", "discard", "replace", "expect"]), EPOCHS, NUMBERS),
         st.tuples(st.sampled_from(["add", "remove", "end"]), EPOCHS, st.just(set())),
-        st.tuples(st.just("correct"), EPOCHS, st.integers(0, 6)),
+        st.tuples(st.just("correct"), EPOCHS, st.tuples(st.integers(0, 6), st.integers(0, 6))),
     ),
     max_size=25,
 )
@@ -65,11 +65,12 @@ class Both:
         if epoch in self.held:
             self.held[epoch] = set(numbers)
 
-    def correct(self, epoch: Epoch, num_held: int) -> None:
-        self.mirror.correct(epoch, CHAIN, num_held)
+    def correct(self, epoch: Epoch, numbers: tuple[int, int]) -> None:
+        num_believed, num_held = numbers
+        self.mirror.correct(epoch, CHAIN, num_believed, num_held)
         if epoch in self.held:
-            held = self.held[epoch] - set(range(num_held, _depth(self.held[epoch])))
-            self.held[epoch] = held | set(range(num_held))
+            held = self.held[epoch] - set(range(num_held, num_believed))
+            self.held[epoch] = held | set(range(num_believed, num_held))
 
     def expect(self, epoch: Epoch, numbers: set[int]) -> None:
         made = self.mirror.expect(epoch, hashes_of(numbers))
@@ -142,14 +143,16 @@ def test_a_full_mirror_forgets_what_it_heard_of_first():
     assert mirror.longest_prefix(hashes[:4]) == {}
 
 
-def test_it_tells_by_how_much_it_was_wrong():
+def test_it_is_put_right_but_for_what_was_told_since():
     mirror = PrefixMirror()
     mirror.add(Epoch(1))
     mirror.store(Epoch(1), CHAIN[:4])
-    assert mirror.correct(Epoch(1), CHAIN, 2) == -2
-    assert mirror.correct(Epoch(1), CHAIN, 5) == 3
-    assert mirror.correct(Epoch(1), CHAIN, 5) == 0
+    mirror.correct(Epoch(1), CHAIN, num_believed=4, num_held=2)
+    assert mirror.longest_prefix(CHAIN) == {1: 2}
+    mirror.correct(Epoch(1), CHAIN, num_believed=2, num_held=5)
     assert mirror.longest_prefix(CHAIN) == {1: 5}
+    mirror.correct(Epoch(1), CHAIN, num_believed=0, num_held=0)
+    assert mirror.longest_prefix(CHAIN) == {1: 5}, "a prompt nobody knew has been computed meanwhile"
 
 
 def test_a_long_chain_among_many_workers_costs_little_more_than_among_one():
