@@ -59,7 +59,9 @@ async def test_redis_holds_only_live_workers_their_index_and_the_capped_stream(c
         expected = {"workers", "events"} | {
             f"{kind}:{name}" for kind in ("worker", "load") for name in workers
         }
-        indexed = {f"blocks:{name}:{epoch}" for name, epoch in workers.items()}
+        indexed = {
+            f"{kind}:{name}:{epoch}" for kind in ("blocks", "sequence") for name, epoch in workers.items()
+        }
         assert expected <= names <= expected | indexed
         assert any(key.startswith(b"block:") for key in keys)
 
