@@ -1,8 +1,9 @@
 """Which workers serve a request. Pure decisions over what is known now: no I/O, no torch; the simulator runs them.
 
-Prefill: whoever would have computed the prompt first, from its measured rate, what is queued there and what it
-lacks of this one, which counts twice. Decode: prefix overlap, room in the batch and free blocks, in that order of
-weight. A worker that computes the prompt itself: as for prefill, and few sequences whose tokens come between.
+Prefill: whoever would have computed the prompt first, from what is queued there and what it lacks of this one, which
+counts twice. (Rates are not compared: what a worker did a second lately depends on how long its prompts were.)
+Decode: prefix overlap, room in the batch and free blocks, in that order of weight. A worker that computes the prompt
+itself: as for prefill, and few sequences whose tokens come between.
 
 A prompt that is mostly cached on its decode worker is computed there when that is cheaper for everybody concerned:
 
@@ -34,9 +35,6 @@ MAX_LOCAL_S = 0.05
 WORK_WEIGHT = 2.0
 """A token that is computed again delays all who come later: a prompt follows its prefix to a queue that is longer by
 up to so many times what it would compute again, and no longer: a hot prefix spreads."""
-
-MAX_RATE_SPREAD = 4.0
-"""A worker that was measured to be further than this from the others had a bad moment."""
 
 FULL, AVOIDED = 1.0, 2.0
 """Costs are below 1: taken when there is nobody else, and last of all."""
@@ -146,7 +144,6 @@ def choose_prefill(
         return None
     cost = table.column("ahead") + WORK_WEIGHT * num_tokens
     _credit(cost, table, num_tokens, overlap, WORK_WEIGHT)
-    cost *= _slowness(table)
     cost += PREFILL_NAME_TIE * table.order
     _avoid(cost, table, avoid, FAR)
     cost[~_fits(table, num_tokens)] = np.inf
@@ -199,19 +196,6 @@ def _is_cheaper_on_decode(prefill: WorkerRow, decode: WorkerRow, num_tokens: int
         return False
     there = (decode.num_ahead + lacking) * (1 + num_sequences)
     return there < prefill.num_ahead + num_tokens - cached_tokens(prefill.record, num_tokens, overlap)
-
-
-def _slowness(table: WorkerTable) -> Column | float:
-    """How much longer than on average each takes for a token; 1 where nothing was measured."""
-    rate = table.column("tokens_per_s")
-    known = rate > 0
-    num_known = int(known.sum())
-    if not num_known:
-        return 1.0
-    ratio: Column = rate.sum() / num_known / np.maximum(rate, 1e-9)
-    ratio[~known] = 1.0
-    np.clip(ratio, 1 / MAX_RATE_SPREAD, MAX_RATE_SPREAD, out=ratio)
-    return ratio
 
 
 def _fits(table: WorkerTable, num_tokens: int) -> np.ndarray:

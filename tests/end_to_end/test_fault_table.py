@@ -109,7 +109,8 @@ async def test_prefill_worker_paused_beyond_its_lease_costs_a_retry_only(start_c
         await cluster.wait_idle()
         await cluster.processes["prefill-1"].kill()
         await cluster.wait_workers(["prefill-0", "decode-0"])
-        again = await asyncio.gather(*(client.generate(prompt, 8, ignore_eos=True) for prompt in PROMPTS))
+        unseen = [prompt[::-1] for prompt in PROMPTS]  # of those seen before decode has more than prefill-0
+        again = await asyncio.gather(*(client.generate(prompt, 8, ignore_eos=True) for prompt in unseen))
         assert {answer.last.timing.prefill_worker_id for answer in again} == {"prefill-0"}
         assert {answer.last.timing.num_attempts for answer in again} == {1}
 

@@ -75,21 +75,6 @@ def test_a_burst_with_one_prefix_stays_together_until_the_queue_costs_more_than_
     assert 10 <= number <= 20
 
 
-def test_tokens_count_by_the_time_that_a_worker_takes_for_them():
-    slow = known("a", replace(EMPTY, num_queued_tokens=100, tokens_per_s=500.0))
-    fast = known("b", replace(EMPTY, num_queued_tokens=150, tokens_per_s=1500.0))
-    new = known("c", replace(EMPTY, num_queued_tokens=150))
-    assert prefill([slow, fast]) == "b"
-    assert prefill([slow, new]) == "a", "one that has not been measured is like the others"
-    assert prefill([slow, fast], 1000, a=50) == "a", "200 tokens there take less time than 1000 here"
-
-
-def test_a_worker_that_had_one_bad_moment_is_not_shunned_for_ever():
-    stuck = known("a", replace(EMPTY, tokens_per_s=1.0))
-    other = known("b", replace(EMPTY, num_queued_tokens=2000, tokens_per_s=1000.0))
-    assert prefill([stuck, other]) == "a"
-
-
 def test_ties_are_broken_by_name_alone():
     pair = [known("b"), known("a")]
     assert prefill(pair) == prefill(pair[::-1]) == "a"
