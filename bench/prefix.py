@@ -108,7 +108,9 @@ def infinite_hits(chains: Chains) -> int:
 
 
 def belady_hits(chains: Chains, capacity: int) -> int:
-    """Blocks found by a cache of `capacity` blocks that always evicts what is wanted again last."""
+    """Blocks found by a cache of `capacity` blocks that always evicts what is wanted again last, of a prompt its end
+    first."""
+    depths = {block: depth for chain in chains for depth, block in enumerate(chain)}
     uses: dict[BlockHash, list[int]] = {}
     for index in reversed(range(len(chains))):
         for block in chains[index]:
@@ -121,7 +123,9 @@ def belady_hits(chains: Chains, capacity: int) -> int:
             uses[block].pop()
         held.update(chain)
         if len(held) > capacity:
-            order = sorted(held, key=lambda block: uses[block][-1] if uses[block] else inf)
+            order = sorted(
+                held, key=lambda block: (uses[block][-1] if uses[block] else inf, depths[block], block)
+            )
             held = set(order[:capacity])
     return num_hits
 
