@@ -43,12 +43,11 @@ class Mirror(Protocol):
 
 
 class _Followed:
-    """How far one incarnation's events were heard, and why a snapshot is due, if one is."""
+    """How far one incarnation's events were heard."""
 
     def __init__(self, worker_id: WorkerId) -> None:
         self.worker_id = worker_id
         self.sequence = 0
-        self.cause = "met"
 
 
 class BlockFeed:
@@ -59,21 +58,24 @@ class BlockFeed:
         self._index = index
         self._mirror = mirror
         self._followed: dict[Epoch, _Followed] = {}
+        self._due: dict[Epoch, str] = {}  # whose snapshot is to be taken, and why
         self._position: bytes | None = None
         self._num_idle = 0
 
     @property
     def is_whole(self) -> bool:
         """Everything that is followed was heard of since it was met."""
-        return all(not followed.cause for followed in self._followed.values())
+        return not self._due
 
     def follow(self, worker_id: WorkerId, epoch: Epoch) -> None:
         self._mirror.add(epoch)
         self._followed[epoch] = _Followed(worker_id)
+        self._due[epoch] = "met"
 
     async def leave(self, epoch: Epoch) -> None:
         """It holds nothing any more."""
         self._followed.pop(epoch, None)
+        self._due.pop(epoch, None)
         await _run_slowly(self._mirror.remove(epoch))
 
     async def run(self) -> None:
@@ -88,7 +90,7 @@ class BlockFeed:
             self._position = await self._last_position()
         if self._position is None:
             return
-        for epoch in [epoch for epoch, followed in self._followed.items() if followed.cause]:
+        for epoch in list(self._due):
             await self._take_snapshot(epoch)
         while entries := await self._read():
             self._num_idle = 0
@@ -102,17 +104,18 @@ class BlockFeed:
         await self._check_position()
 
     async def _take_snapshot(self, epoch: Epoch) -> None:
-        followed = self._followed[epoch]
+        followed = self._followed.get(epoch)
+        if followed is None:
+            return
         snapshot = await self._index.held_by(followed.worker_id, epoch)
         if snapshot is not None and self._followed.get(epoch) is followed:
-            SNAPSHOTS.labels(cause=followed.cause).inc()
-            followed.cause = ""
+            SNAPSHOTS.labels(cause=self._due.pop(epoch)).inc()
             followed.sequence, held = snapshot
             await _run_slowly(self._mirror.replace(epoch, held))
 
     async def _apply(self, event: BlockEvent, followed: _Followed) -> None:
         if event.sequence > followed.sequence + 1:
-            followed.cause = "gap"
+            self._due[event.epoch] = "gap"
         followed.sequence = max(followed.sequence, event.sequence)
         if event.is_cleared:
             await _run_slowly(self._mirror.replace(event.epoch, ()))

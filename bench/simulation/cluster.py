@@ -38,7 +38,7 @@ from engine.messages import (
 from engine.scheduler import SchedulerLimits
 from gateway.routing.admission import Admission
 from gateway.routing.prefix_mirror import Expectation, PrefixMirror
-from gateway.routing.router import Overlap, cached_tokens, choose_route
+from gateway.routing.router import Overlap, RoutedPrompt, cached_tokens, choose_route
 from gateway.routing.stage_limits import RESERVE_WAIT_S
 from gateway.routing.worker_table import WorkerRow, WorkerTable
 
@@ -190,7 +190,9 @@ class Cluster:
         asked, num_tokens = flow.asked, flow.asked.num_prompt
         max_len = num_tokens + asked.params.max_tokens
         overlap = self._overlap(asked.chain)
-        route = choose_route(self.tables, num_tokens, max_len, overlap, self.plan.max_local_tokens)
+        route = choose_route(
+            self.tables, RoutedPrompt(num_tokens, max_len, overlap, self.plan.max_local_tokens)
+        )
         flow.candidates, flow.overlap = route.decode, overlap
         asked.is_local = route.prefill is None
         if route.prefill is None:

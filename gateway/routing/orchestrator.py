@@ -26,7 +26,7 @@ from gateway.routing.fleet import Fleet
 from gateway.routing.lease import Lease
 from gateway.routing.live import HandoffReport, Live
 from gateway.routing.prefix_index import PrefixIndex
-from gateway.routing.router import Overlap, Route, Routing, choose_route
+from gateway.routing.router import Overlap, Route, RoutedPrompt, Routing, choose_route
 from gateway.timing import Mark, StageClock, StageSpan, Timing
 
 logger = logging.getLogger(__name__)
@@ -146,8 +146,7 @@ class Orchestrator:
         """Who is to serve it, from what is known now; that a decode worker computes the prompt where others could is
         counted and reported. Raises WorkerLost when no decode worker is left."""
         request = live.request
-        route = self._choose(
-            self._fleet.tables,
+        asked = RoutedPrompt(
             len(request.prompt_ids) + len(history.committed),
             len(request.prompt_ids) + request.params.max_tokens,
             await self._overlap(live),
@@ -156,6 +155,7 @@ class Orchestrator:
             history.holder,
             history.may_be_local,
         )
+        route = self._choose(self._fleet.tables, asked)
         if not route.decode:
             raise WorkerLost("no decode worker is left")
         history.is_local_by_choice = route.cause not in ("", "no_prefill_worker")
@@ -168,7 +168,7 @@ class Orchestrator:
         """Who holds how much of the prompt: what the index says, and those who have just had all of it."""
         overlap = await self._prefixes.overlap(live.request.chain, self._fleet.block_size)
         hosts = live.leader.hosts if live.leader is not None else ()
-        for link in self._fleet.links:
+        for link in self._fleet.links if hosts else ():
             if link.record.worker_id in hosts:
                 overlap[link.record.epoch] = len(live.request.chain)
         return overlap

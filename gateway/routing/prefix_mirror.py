@@ -5,7 +5,7 @@ routing asks nobody. No I/O; the simulator runs the same code. A wrong belief co
     hash ─► holders to be                                  prompts that were sent there and are not computed yet
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from core.ids import BlockHash, Epoch
 
@@ -13,7 +13,12 @@ NUM_SHARDS = 256
 """By a hash's first byte: what must look at every block does so in pieces of this many."""
 
 MAX_BLOCKS = 2_000_000
-"""About 180 bytes each with a single holder."""
+"""About 90 bytes each with a single holder, the hash included."""
+
+
+Sweep = Iterator[None]
+"""Takes a slot that nobody has any more out of every row: iterate to its end, pausing between items at will. Until
+then the slot is not given to anybody else."""
 
 
 class Expectation:
@@ -45,21 +50,17 @@ class PrefixMirror:
     def num_blocks(self) -> int:
         return sum(map(len, self._shards))
 
-    @property
-    def epochs(self) -> Iterable[Epoch]:
-        return self._slots.keys()
-
     def add(self, epoch: Epoch) -> None:
         """It holds nothing yet."""
         if epoch not in self._slots:
             self._take_slot(epoch)
 
-    def remove(self, epoch: Epoch) -> "Sweep | None":
+    def remove(self, epoch: Epoch) -> Sweep | None:
         """It holds nothing any more. The caller runs the sweep to its end, at its leisure."""
         slot = self._slots.pop(epoch, None)
         return self._retire(slot) if slot is not None else None
 
-    def replace(self, epoch: Epoch, hashes: Iterable[BlockHash]) -> "Sweep | None":
+    def replace(self, epoch: Epoch, hashes: Iterable[BlockHash]) -> Sweep | None:
         """It holds exactly these: for one who lost count. The caller runs the sweep, as for remove()."""
         before = self._slots.get(epoch)
         if before is None:
@@ -151,40 +152,17 @@ class PrefixMirror:
         self._epochs[slot] = epoch
         self._live |= 1 << slot
 
-    def _retire(self, slot: int) -> "Sweep":
+    def _retire(self, slot: int) -> Sweep:
         del self._epochs[slot]
         self._live &= ~(1 << slot)
-        return Sweep(self, slot)
+        return self._sweep(slot)
 
-    def _sweep(self, slot: int, number: int) -> None:
-        shard = self._shards[number]
-        for block_hash in [block_hash for block_hash, holders in shard.items() if holders >> slot & 1]:
-            _clear(shard, block_hash, 1 << slot)
-
-    def _reuse(self, slot: int) -> None:
+    def _sweep(self, slot: int) -> Sweep:
+        for shard in self._shards:
+            for block_hash in [block_hash for block_hash, holders in shard.items() if holders >> slot & 1]:
+                _clear(shard, block_hash, 1 << slot)
+            yield
         self._unused.append(slot)
-
-
-class Sweep:
-    """Takes a slot that nobody has any more out of every row: iterate to its end, pausing between items at will.
-    Until then the slot is not given to anybody else."""
-
-    def __init__(self, mirror: PrefixMirror, slot: int) -> None:
-        self._mirror = mirror
-        self._slot = slot
-        self._next = 0
-
-    def __iter__(self) -> "Sweep":
-        return self
-
-    def __next__(self) -> None:
-        if self._next == NUM_SHARDS:
-            self._mirror._reuse(self._slot)
-            self._next += 1
-        if self._next > NUM_SHARDS:
-            raise StopIteration
-        self._mirror._sweep(self._slot, self._next)
-        self._next += 1
 
 
 def _clear(rows: dict[BlockHash, int], block_hash: BlockHash, bit: int) -> None:

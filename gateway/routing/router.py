@@ -11,9 +11,8 @@ A prompt that is mostly cached on its decode worker is computed there when that 
     prefilled   (queued + lacking) / rate, both of the prefill worker
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -59,47 +58,42 @@ class Route:
     cause: str = ""
 
 
-def choose_route(
-    tables: Mapping[Role, WorkerTable],
-    num_tokens: int,
-    max_len: int,
-    overlap: Overlap,
-    max_local_tokens: int = 0,
-    avoid: Collection[WorkerId] = NOBODY,
-    holder: WorkerRecord | None = None,
-    may_be_local: bool = True,
-) -> Route:
-    """For a prompt of `num_tokens` that may become `max_len` tokens. `holder` has computed it already. One of which
-    the decode worker lacks at most `max_local_tokens` is computed there whatever that costs."""
-    prefill = holder or choose_prefill(tables[Role.PREFILL], num_tokens, overlap, avoid)
-    decode = rank_decode(tables[Role.DECODE], num_tokens, max_len, overlap, avoid, is_local=prefill is None)
+@dataclass(frozen=True, slots=True)
+class RoutedPrompt:
+    """A prompt of `num_tokens` that may become `max_len` tokens. One of which the decode worker lacks at most
+    `max_local_tokens` is computed there whatever that costs; `holder` has computed it already."""
+
+    num_tokens: int
+    max_len: int
+    overlap: Overlap
+    max_local_tokens: int = 0
+    avoid: Collection[WorkerId] = NOBODY
+    holder: WorkerRecord | None = None
+    may_be_local: bool = True
+
+
+Tables = Mapping[Role, WorkerTable]
+Routing = Callable[[Tables, RoutedPrompt], Route]
+
+
+def choose_route(tables: Tables, asked: RoutedPrompt) -> Route:
+    """By cached prefixes and load."""
+    num_tokens, overlap, avoid = asked.num_tokens, asked.overlap, asked.avoid
+    prefill = asked.holder or choose_prefill(tables[Role.PREFILL], num_tokens, overlap, avoid)
+    decode = rank_decode(
+        tables[Role.DECODE], num_tokens, asked.max_len, overlap, avoid, is_local=prefill is None
+    )
     if prefill is None or not decode:
         is_colocated = bool(decode) and decode[0].is_colocated
         return Route(None, decode, overlap, "" if is_colocated else "no_prefill_worker")
-    if may_be_local and holder is None:
+    if asked.may_be_local and asked.holder is None:
         lacking = num_tokens - cached_tokens(decode[0], num_tokens, overlap)
-        if lacking <= max_local_tokens:
+        if lacking <= asked.max_local_tokens:
             return Route(None, decode, overlap, "short_prompt")
         sides = tables[Role.PREFILL].by_epoch[prefill.epoch], tables[Role.DECODE].by_epoch[decode[0].epoch]
         if _is_cheaper_on_decode(*sides, num_tokens, overlap):
             return Route(None, decode, overlap, "cached_on_decode")
     return Route(prefill, decode, overlap)
-
-
-class Routing(Protocol):
-    """What decides, with choose_route()'s arguments."""
-
-    def __call__(
-        self,
-        tables: Mapping[Role, WorkerTable],
-        num_tokens: int,
-        max_len: int,
-        overlap: Overlap,
-        max_local_tokens: int = 0,
-        avoid: Collection[WorkerId] = NOBODY,
-        holder: WorkerRecord | None = None,
-        may_be_local: bool = True,
-    ) -> Route: ...
 
 
 class RoundRobin:
@@ -108,23 +102,13 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = -1
 
-    def __call__(
-        self,
-        tables: Mapping[Role, WorkerTable],
-        num_tokens: int,
-        max_len: int,
-        overlap: Overlap,
-        max_local_tokens: int = 0,
-        avoid: Collection[WorkerId] = NOBODY,
-        holder: WorkerRecord | None = None,
-        may_be_local: bool = True,
-    ) -> Route:
+    def __call__(self, tables: Tables, asked: RoutedPrompt) -> Route:
         self._turn += 1
-        prefill = self._in_turn(tables[Role.PREFILL], num_tokens, avoid)
-        decode = self._in_turn(tables[Role.DECODE], max_len, avoid)
-        chosen = holder or (prefill[0] if prefill else None)
+        prefill = self._in_turn(tables[Role.PREFILL], asked.num_tokens, asked.avoid)
+        decode = self._in_turn(tables[Role.DECODE], asked.max_len, asked.avoid)
+        chosen = asked.holder or (prefill[0] if prefill else None)
         cause = "no_prefill_worker" if chosen is None and decode and not decode[0].is_colocated else ""
-        return Route(chosen, decode[:MAX_DECODE], overlap, cause)
+        return Route(chosen, decode[:MAX_DECODE], asked.overlap, cause)
 
     def _in_turn(
         self, table: WorkerTable, num_tokens: int, avoid: Collection[WorkerId]

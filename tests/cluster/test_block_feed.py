@@ -83,7 +83,7 @@ async def test_what_is_said_again_after_a_snapshot_does_no_harm(redis):
     await followed.tell(stored=CHAIN)
     await followed.tell(removed=CHAIN[4:])
     await followed.tell(stored=CHAIN[4:5])
-    followed.feed._followed[EPOCH].cause = "gap"
+    followed.feed._due[EPOCH] = "gap"
     assert await followed.known() == {1: 5}
 
 

@@ -18,7 +18,7 @@ def index_of(block_size: int, num_published: int):
     record = replace(known("w").record, kv_spec=replace(SPEC, block_size=block_size))
     index = PrefixIndex(Store("redis://127.0.0.1:1"))
     index.follow(record)
-    index._feed._followed[record.epoch].cause = ""  # it was met
+    index._feed._due.clear()  # it was met
     index.mirror.store(record.epoch, pool_chain(CHAIN, block_size)[:num_published])
     return index, record
 

@@ -13,6 +13,7 @@ from gateway.routing.router import (
     MAX_LOCAL_S,
     RoundRobin,
     Route,
+    RoutedPrompt,
     choose_prefill,
     choose_route,
     rank_decode,
@@ -136,7 +137,7 @@ def route(
     far = known("d", decode_load, max_local_tokens=max_local)
     tables = {Role.PREFILL: table_of([near]), Role.DECODE: table_of([far])}
     overlap = {near.record.epoch: on_prefill, far.record.epoch: on_decode}
-    return choose_route(tables, num_tokens, num_tokens + 50, overlap, **options)
+    return choose_route(tables, RoutedPrompt(num_tokens, num_tokens + 50, overlap, **options))
 
 
 def test_the_next_turn_of_a_chat_is_computed_where_the_last_one_was_generated():
@@ -175,7 +176,7 @@ def test_a_short_prompt_is_computed_on_decode_where_the_gateway_is_told_so():
 def test_without_a_prefill_worker_decode_computes_it_and_that_is_told_where_it_is_unusual():
     for max_local, cause in ((1024, "no_prefill_worker"), (1 << 30, "")):
         tables = {Role.PREFILL: table_of([]), Role.DECODE: table_of([known("d", max_local_tokens=max_local)])}
-        found = choose_route(tables, 100, 200, {})
+        found = choose_route(tables, RoutedPrompt(100, 200, {}))
         assert (found.prefill, names(found.decode), found.cause) == (None, ["d"], cause)
 
 
@@ -183,7 +184,8 @@ def test_whoever_has_computed_a_prompt_sends_it_again():
     table = table_of([known("p1"), known("p2")])
     tables = {Role.PREFILL: table, Role.DECODE: table_of([known("d", max_local_tokens=1024)])}
     holder = table.rows[1].record
-    assert choose_route(tables, 10, 20, {}, max_local_tokens=64, holder=holder).prefill is holder
+    asked = RoutedPrompt(10, 20, {}, max_local_tokens=64, holder=holder)
+    assert choose_route(tables, asked).prefill is holder
 
 
 def test_round_robin_takes_each_in_turn_whatever_it_holds():
@@ -191,11 +193,12 @@ def test_round_robin_takes_each_in_turn_whatever_it_holds():
     tables = {Role.PREFILL: table_of([known("c"), known("a"), busy]), Role.DECODE: table_of([known("d")])}
     choose = RoundRobin()
     overlap = {row.record.epoch: 6 for row in tables[Role.PREFILL].rows}
-    chosen = [choose(tables, 100, 200, overlap).prefill for _ in range(6)]
+    chosen = [choose(tables, RoutedPrompt(100, 200, overlap)).prefill for _ in range(6)]
     assert names(chosen) == ["a", "b", "c"] * 2
-    avoided = [choose(tables, 100, 200, {}, avoid={WorkerId("a")}).prefill for _ in range(3)]
+    avoiding = RoutedPrompt(100, 200, {}, avoid={WorkerId("a")})
+    avoided = [choose(tables, avoiding).prefill for _ in range(3)]
     assert WorkerId("a") not in names(avoided)
-    assert names(choose(tables, 100, 200, {}).decode) == ["d"]
+    assert names(choose(tables, RoutedPrompt(100, 200, {})).decode) == ["d"]
 
 
 def test_a_prompt_that_is_computed_on_decode_goes_where_little_is_ahead_of_it():
