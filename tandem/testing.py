@@ -170,10 +170,19 @@ class LocalCluster:
                 await asyncio.sleep(POLL_S)
 
     async def wait_idle(self, timeout_s: float = 10.0) -> None:
-        """Until every worker's blocks are free or cached and nothing runs or waits. Raises TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            while not all(_is_idle(worker["load"]) for worker in await self.workers()):  # noqa: ASYNC110
-                await asyncio.sleep(POLL_S)
+        """Until every worker's blocks are free or cached and nothing runs or waits. Raises TimeoutError with those
+        that are not there yet."""
+        busy: dict[str, Any] = {}
+        try:
+            async with asyncio.timeout(timeout_s):
+                while busy := {
+                    worker["record"]["worker_id"]: worker["load"]
+                    for worker in await self.workers()
+                    if not _is_idle(worker["load"])
+                }:
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise TimeoutError(f"after {timeout_s:g} s not idle: {busy}") from None
 
     async def stop_valkey(self) -> None:
         """Redis goes away."""
