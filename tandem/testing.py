@@ -175,11 +175,11 @@ class LocalCluster:
         busy: dict[str, Any] = {}
         try:
             async with asyncio.timeout(timeout_s):
-                while busy := {
-                    worker["record"]["worker_id"]: worker["load"]
-                    for worker in await self.workers()
-                    if not _is_idle(worker["load"])
-                }:
+                while True:
+                    workers = await self.workers()
+                    busy = {w["record"]["worker_id"]: w["load"] for w in workers if not _is_idle(w["load"])}
+                    if not busy:
+                        return
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise TimeoutError(f"after {timeout_s:g} s not idle: {busy}") from None
