@@ -13,6 +13,7 @@ from typing import NamedTuple
 from core.errors import DeadlineExceeded, EngineFailed, ErrorCode, TandemError
 from core.ids import BlockHash, BlockId, HandoffId
 from engine.block_pool import BlockState
+from engine.cache_traffic import CacheTraffic
 from engine.config import MAX_LOCAL_TOKENS
 from engine.engine import Engine
 from engine.messages import (
@@ -22,6 +23,10 @@ from engine.messages import (
     AnyEvent,
     ClearCache,
     Credit,
+    EndLoan,
+    FetchBlocks,
+    Fetched,
+    LendBlocks,
     PromptScores,
     Quiet,
     Reserve,
@@ -65,6 +70,7 @@ class DecodeTier:
         self.engine = engine
         self._max_local_tokens = max_local_tokens
         self.events: list[AnyEvent] = []
+        self._traffic = CacheTraffic(engine)
         self._fingerprint = fingerprint
         self._queue: list[QueuedReserve] = []
         self._numbers = count()
@@ -93,6 +99,9 @@ class DecodeTier:
                 )
             case ClearCache():
                 self.engine.scheduler.pool.clear_cache()
+                self._traffic.clear()
+            case FetchBlocks() | Fetched() | LendBlocks() | EndLoan():
+                self.events += self._traffic.handle(command)
             case _:
                 raise AssertionError(f"not a decode command: {command}")
 

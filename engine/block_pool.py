@@ -98,6 +98,11 @@ class BlockPool:
             found.append(block)
         return found
 
+    def find(self, hashes: Iterable[BlockHash]) -> dict[BlockHash, BlockId]:
+        """Those of `hashes` that are cached, each with its block. Takes no reference, like lookup()."""
+        known = self._block_of
+        return {block_hash: known[block_hash] for block_hash in hashes if block_hash in known}
+
     def allocate(self, num_blocks: int, hold: BlockState = BlockState.OWNED) -> list[BlockId] | None:
         """Blocks with one reference each, or None when there is not room for all (then nothing changed). The least
         recently used cached blocks are evicted when free ones run out."""

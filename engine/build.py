@@ -59,7 +59,8 @@ def mirrored_engine(
     is_sender: bool,
     guides: GuideFactory | None = None,
 ) -> Engine:
-    """An engine whose pool is not the region but mirrored there."""
+    """An engine whose pool is not the region but mirrored there. A sender's cached blocks are there already."""
     if is_sender:
         runner = PublishingRunner(runner, mirror, scheduler.limits.block_size)
-    return Engine(scheduler, runner, mirror.take_in, guides)
+        return Engine(scheduler, runner, mirror.take_in, guides=guides)
+    return Engine(scheduler, runner, mirror.take_in, mirror.publish, guides)

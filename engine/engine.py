@@ -26,19 +26,21 @@ RATE_DECAY = 0.95
 class Engine:
     """step() is the whole story: schedule, forward and sample, commit. `on_scheduled` is called between the first
     two; `work` is the latest schedule, also while and after it is computed by a step that raised. `take_in` readies
-    blocks that a connector has written: the runner may read them afterwards. `guides` are for requests with a
-    grammar; an engine without takes none."""
+    blocks that a connector has written: the runner may read them afterwards. `publish` readies cached ones for a
+    connector to read. `guides` are for requests with a grammar; an engine without takes none."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
         take_in: Callable[[Seq[BlockId]], None] = lambda block_ids: None,
+        publish: Callable[[Seq[BlockId]], None] = lambda block_ids: None,
         guides: GuideFactory | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.take_in = take_in
+        self.publish = publish
         self.guides = guides
         self.counts = StepCounts()
         self.step_s = 0.0

@@ -73,7 +73,43 @@ class ClearCache(msgspec.Struct, frozen=True, tag=True):
     """Both: forget every cached block; what runs keeps its own."""
 
 
-AnyCommand = StartPrompt | Granted | Release | Reserve | Activate | Credit | AbortWork | Quiet | ClearCache
+class FetchBlocks(Command, frozen=True, tag=True):
+    """Both: have room for those blocks of a chain that follow the cached ones, for somebody to write."""
+
+    hashes: list[BlockHash]
+
+
+class Fetched(Command, frozen=True, tag=True):
+    """Both: nobody writes into the fetch's blocks any more. When they are whole, they are cached from now on."""
+
+    is_whole: bool
+
+
+class LendBlocks(Command, frozen=True, tag=True):
+    """Both: keep what is cached of these blocks, for somebody to read."""
+
+    hashes: list[BlockHash]
+
+
+class EndLoan(Command, frozen=True, tag=True):
+    """Both: nobody reads the lent blocks any more."""
+
+
+AnyCommand = (
+    StartPrompt
+    | Granted
+    | Release
+    | Reserve
+    | Activate
+    | Credit
+    | AbortWork
+    | Quiet
+    | ClearCache
+    | FetchBlocks
+    | Fetched
+    | LendBlocks
+    | EndLoan
+)
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
@@ -146,7 +182,24 @@ class WorkAborted(Event, frozen=True, tag=True):
     """Both: the answer to AbortWork, also when nothing of that id was known."""
 
 
-AnyEvent = Started | Computed | First | Reserved | Token | PromptScores | WorkFailed | WorkAborted
+class Fetching(Event, frozen=True, tag=True):
+    """Both: the chain's first `num_cached` blocks are cached and kept; `block_ids` are for those that follow, as many
+    as there was room for."""
+
+    num_cached: int
+    block_ids: list[BlockId]
+
+
+class Lent(Event, frozen=True, tag=True):
+    """Both: of the blocks asked for those that are here, each with its hash, in the order asked."""
+
+    hashes: list[BlockHash]
+    block_ids: list[BlockId]
+
+
+AnyEvent = (
+    Started | Computed | First | Reserved | Token | PromptScores | WorkFailed | WorkAborted | Fetching | Lent
+)
 
 
 class Commands(msgspec.Struct, frozen=True, tag=True):

@@ -11,6 +11,7 @@ from core.errors import EngineFailed, ErrorCode, TandemError
 from core.grant import FirstToken
 from core.ids import BlockHash, BlockId, HandoffId
 from engine.block_pool import BlockState
+from engine.cache_traffic import CacheTraffic
 from engine.engine import Engine
 from engine.messages import (
     AbortWork,
@@ -18,8 +19,12 @@ from engine.messages import (
     AnyEvent,
     ClearCache,
     Computed,
+    EndLoan,
+    FetchBlocks,
+    Fetched,
     First,
     Granted,
+    LendBlocks,
     PromptScores,
     Release,
     Started,
@@ -50,6 +55,7 @@ class PrefillTier:
     def __init__(self, engine: Engine, fingerprint: str) -> None:
         self.engine = engine
         self.events: list[AnyEvent] = []
+        self._traffic = CacheTraffic(engine)
         self._fingerprint = fingerprint
         self._sequences: dict[HandoffId, Sequence] = {}
         self._leases: dict[HandoffId, Lease] = {}
@@ -73,6 +79,9 @@ class PrefillTier:
                 self.events.append(WorkAborted(command.id))
             case ClearCache():
                 self.engine.scheduler.pool.clear_cache()
+                self._traffic.clear()
+            case FetchBlocks() | Fetched() | LendBlocks() | EndLoan():
+                self.events += self._traffic.handle(command)
             case _:
                 raise AssertionError(f"not a prefill command: {command}")
 
