@@ -1,35 +1,10 @@
 """The decode side of one handoff: grant, receive, verify. Knows nothing of gRPC or sessions."""
 
-from dataclasses import dataclass
-
 from core.errors import TransferFailed
-from core.grant import Grant, GrantSigner, Seal
+from core.grant import Grant, Seal
 from core.handoff import Handoff, HandoffState
-from core.ids import Epoch, HandoffId, WorkerId
-from engine.messages import Reserved
+from core.ids import HandoffId
 from kv_transfer.connectors import ReceiverSet
-
-
-@dataclass(frozen=True, slots=True)
-class Granter:
-    """Makes this worker's grants. The key lives and dies with the epoch."""
-
-    worker_id: WorkerId
-    epoch: Epoch
-    signer: GrantSigner
-    receivers: ReceiverSet
-
-    def grant(self, reserved: Reserved) -> Grant:
-        unsigned = Grant(
-            handoff_id=reserved.id,
-            worker_id=self.worker_id,
-            epoch=self.epoch,
-            num_prompt_tokens=reserved.num_tokens,
-            num_cached_tokens=reserved.num_cached_tokens,
-            block_ids=tuple(reserved.block_ids),
-            addresses=tuple(self.receivers.addresses),
-        )
-        return self.signer.sign(unsigned)
 
 
 class DecodeHandoff:

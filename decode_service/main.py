@@ -6,16 +6,16 @@ import logging
 from cluster.tracing import start_tracing
 from cluster.worker_server import LoadingLog, WorkerConfig, WorkerServer
 from core.errors import EngineFailed
-from core.grant import GrantSigner
 from core.worker import Role, WorkerRecord
-from decode_service.handoff import Granter
 from decode_service.service import DecodeService
 from engine.config import EngineConfig
 from engine.engine_geometry import EngineGeometry
 from engine.engine_process import EngineProcess
-from kv_transfer.base import Identity, TransferOptions
-from kv_transfer.connectors import check_connector, create_receivers
-from proto import convert, session_pb2, session_pb2_grpc
+from kv_cache.block_service import BLOCKS_SERVICE, BlockService
+from kv_cache.connecting import connect
+from kv_transfer.base import Identity
+from kv_transfer.connectors import check_connector
+from proto import blocks_pb2_grpc, convert, session_pb2, session_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -31,28 +31,26 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     except EngineFailed as error:
         logger.error("%s", error)
         return 1
-    identity = Identity(config.worker_id, server.epoch, geometry.kv_spec)
-    ucx_port = config.transfer_port if config.connector == "ucx" else 0
-    options = TransferOptions(config.host, config.advertised_host, config.transfer_port, ucx_port)
-    signer = GrantSigner()
-    receivers = create_receivers([config.connector], engine.region, identity, signer.verify, options)
-    await receivers.start()
-    granter = Granter(config.worker_id, server.epoch, signer, receivers)
+    connections = connect(config, engine.region, geometry.kv_spec, server.epoch)
+    await connections.start()
     tracing = start_tracing(config.otlp, "tandem-decode", config.worker_id)
-    service = DecodeService(convert.hello_to_proto(record), engine, granter, server.publisher, tracing)
+    hello = convert.hello_to_proto(record)
+    service = DecodeService(hello, engine, connections.granter, server.publisher, tracing)
     session_pb2_grpc.add_DecodeServicer_to_server(service, server.server)
-    names = [session_pb2.DESCRIPTOR.services_by_name["Decode"].full_name]
+    blocks = BlockService(service.cache, connections)
+    blocks_pb2_grpc.add_BlocksServicer_to_server(blocks, server.server)
+    names = [session_pb2.DESCRIPTOR.services_by_name["Decode"].full_name, BLOCKS_SERVICE]
     follow = asyncio.create_task(service.follow_engine())
 
     async def renew(record: WorkerRecord) -> None:
-        signer = GrantSigner()
-        granter = Granter(record.worker_id, record.epoch, signer, receivers)
-        service.renew(convert.hello_to_proto(record), granter)
-        receivers.renew(Identity(record.worker_id, record.epoch, record.kv_spec), signer.verify)
+        earlier = connections.renew(Identity(record.worker_id, record.epoch, record.kv_spec))
+        service.renew(convert.hello_to_proto(record), connections.granter)
+        await blocks.renew()
+        await earlier.close()
 
     try:
         return await server.run(record, names, follow, service, renew)
     finally:
-        await receivers.close()
+        await connections.close()
         await engine.stop()
         await tracing.close()

@@ -14,7 +14,7 @@ from cluster.tracing import NO_TRACING, Tracing
 from core.errors import StaleEpoch, TandemError, error_from
 from core.ids import HandoffId
 from core.load import Load
-from decode_service.handoff import DecodeHandoff, Granter
+from decode_service.handoff import DecodeHandoff
 from engine.engine_process import EngineProcess
 from engine.messages import (
     AbortWork,
@@ -22,6 +22,8 @@ from engine.messages import (
     AnyEvent,
     ClearCache,
     Credit,
+    Fetching,
+    Lent,
     PromptScores,
     Quiet,
     Report,
@@ -31,6 +33,8 @@ from engine.messages import (
     WorkAborted,
     WorkFailed,
 )
+from kv_cache.engine_cache import EngineCache
+from kv_transfer.granting import Granter
 from proto import convert, session_pb2_grpc
 from proto import session_pb2 as pb
 
@@ -60,6 +64,7 @@ class DecodeService(
         self._receivers = granter.receivers
         self._block_bytes = convert.kv_spec_from_proto(hello.kv_spec).block_bytes
         self._load = Load()
+        self.cache = EngineCache(engine)
 
     def renew(self, hello: pb.WorkerHello, granter: Granter) -> None:
         """Go on as another incarnation, with the same engine and nothing of what was there."""
@@ -149,8 +154,9 @@ class DecodeService(
         for is_stored, block_hash in report.cache_changes:
             self._publisher.note(is_stored, block_hash)
         for event in report.events:
-            entry = self.find(event.id)
-            if entry is not None:
+            if isinstance(event, Fetching | Lent):
+                self.cache.on_event(event)
+            elif (entry := self.find(event.id)) is not None:
                 self._on_event(event, entry)
 
     def _on_event(self, event: AnyEvent, entry: DecodeEntry) -> None:
@@ -174,7 +180,9 @@ class DecodeService(
     def _granted(self, reserved: Reserved, entry: DecodeEntry) -> None:
         if entry.ending is not None:
             return
-        grant = self._granter.grant(reserved)
+        grant = self._granter.grant(
+            reserved.id, reserved.num_tokens, reserved.num_cached_tokens, reserved.block_ids
+        )
         try:
             self._receivers.expect(grant, reserved.chain_hash)
         except StaleEpoch as error:

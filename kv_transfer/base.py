@@ -14,7 +14,7 @@ only listens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from core.grant import Grant, Seal
@@ -57,6 +57,15 @@ class Run:
     source_block: BlockId
     position: int
     num_blocks: int
+
+
+def runs_of(block_ids: Sequence[BlockId], position: int = 0) -> Iterator[Run]:
+    """The sender's blocks `block_ids`, which fill the grant's from `position` on: adjacent ones together."""
+    start = 0
+    for index in range(1, len(block_ids) + 1):
+        if index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1:
+            yield Run(block_ids[start], position + start, index - start)
+            start = index
 
 
 class KVTransfer(ABC):

@@ -15,7 +15,7 @@ from core.grant import Grant, Seal
 from core.handoff import Handoff, HandoffState
 from core.ids import BlockId, HandoffId
 from engine.messages import First
-from kv_transfer.base import Identity, KVTransfer, Run
+from kv_transfer.base import Identity, KVTransfer, Run, runs_of
 from kv_transfer.connectors import SenderSet, scheme_of
 from kv_transfer.faults import FaultySender
 
@@ -128,14 +128,8 @@ class PrefillHandoff:
         return max(0, (self._num_computed - grant.num_cached_tokens) // self._block_size)
 
     def _runs(self, grant: Grant, position: int, end: int) -> Iterator[Run]:
-        """Adjacent source blocks coalesced."""
         skip = grant.num_cached_tokens // self._block_size
-        start = position
-        for index in range(position + 1, end + 1):
-            source = self._block_ids[skip + start]
-            if index == end or self._block_ids[skip + index] != source + index - start:
-                yield Run(source, start, index - start)
-                start = index
+        return runs_of(self._block_ids[skip + position : skip + end], position)
 
     async def _wait_first(self) -> First:
         while self._first is None:

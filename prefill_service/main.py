@@ -9,16 +9,17 @@ import msgspec
 from cluster.tracing import start_tracing
 from cluster.worker_server import LoadingLog, WorkerConfig, WorkerServer
 from core.errors import EngineFailed
-from core.kv_region import KVRegion
 from core.worker import Role, WorkerRecord
 from engine.config import EngineConfig
 from engine.engine_geometry import EngineGeometry
 from engine.engine_process import EngineProcess
-from kv_transfer.base import Identity, TransferOptions
-from kv_transfer.connectors import SenderSet, check_connector, create_senders
-from kv_transfer.faults import Faults, FaultySender, create_faulty_senders
+from kv_cache.block_service import BLOCKS_SERVICE, BlockService
+from kv_cache.connecting import connect
+from kv_transfer.base import Identity
+from kv_transfer.connectors import check_connector
+from kv_transfer.faults import Faults
 from prefill_service.service import PrefillService
-from proto import convert, session_pb2, session_pb2_grpc
+from proto import blocks_pb2_grpc, convert, session_pb2, session_pb2_grpc
 
 logger = logging.getLogger(__name__)
 FAULTS_VARIABLE = "TANDEM_FAULTS"
@@ -35,38 +36,37 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     except EngineFailed as error:
         logger.error("%s", error)
         return 1
-    identity = Identity(config.worker_id, server.epoch, geometry.kv_spec)
-    ucx_port = config.transfer_port if config.connector == "ucx" else 0
-    options = TransferOptions(config.host, config.advertised_host, config.transfer_port, ucx_port)
-    senders = _make_senders(config.connector, engine.region, identity, options)
+    connections = connect(config, engine.region, geometry.kv_spec, server.epoch, _faults())
+    await connections.start()
     tracing = start_tracing(config.otlp, "tandem-prefill", config.worker_id)
     hello = convert.hello_to_proto(record)
-    service = PrefillService(hello, identity, engine, senders, server.publisher, tracing)
+    service = PrefillService(
+        hello, connections.identity, engine, connections.senders, server.publisher, tracing
+    )
     session_pb2_grpc.add_PrefillServicer_to_server(service, server.server)
-    names = [session_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name]
+    blocks = BlockService(service.cache, connections)
+    blocks_pb2_grpc.add_BlocksServicer_to_server(blocks, server.server)
+    names = [session_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name, BLOCKS_SERVICE]
     follow = asyncio.create_task(service.follow_engine())
 
     async def renew(record: WorkerRecord) -> None:
-        identity = Identity(record.worker_id, record.epoch, record.kv_spec)
-        fresh = _make_senders(config.connector, engine.region, identity, options)
-        await service.renew(convert.hello_to_proto(record), identity, fresh).close()
+        earlier = connections.renew(Identity(record.worker_id, record.epoch, record.kv_spec))
+        service.renew(convert.hello_to_proto(record), connections.identity, connections.senders)
+        await blocks.renew()
+        await earlier.close()
 
     try:
         return await server.run(record, names, follow, service, renew)
     finally:
-        await service.senders.close()
+        await connections.close()
         await engine.stop()
         await tracing.close()
 
 
-def _make_senders(
-    connector: str, region: KVRegion, identity: Identity, options: TransferOptions
-) -> SenderSet | FaultySender:
-    """Senders; faulty ones, as JSON in TANDEM_FAULTS describes, when a test asks for them."""
+def _faults() -> Faults | None:
+    """Those of transfers that a test asks for, as JSON in TANDEM_FAULTS."""
     faults = os.environ.get(FAULTS_VARIABLE)
     if faults is None:
-        return create_senders(connector, region, identity, options)
+        return None
     logger.warning("faults are injected into transfers: %s", faults)
-    return create_faulty_senders(
-        msgspec.json.decode(faults, type=Faults), connector, region, identity, options
-    )
+    return msgspec.json.decode(faults, type=Faults)

@@ -23,8 +23,10 @@ from engine.messages import (
     AnyEvent,
     ClearCache,
     Computed,
+    Fetching,
     First,
     Granted,
+    Lent,
     PromptScores,
     Release,
     Report,
@@ -33,6 +35,7 @@ from engine.messages import (
     WorkAborted,
     WorkFailed,
 )
+from kv_cache.engine_cache import EngineCache
 from kv_transfer.base import Identity
 from kv_transfer.connectors import SenderSet
 from kv_transfer.faults import FaultySender
@@ -68,16 +71,12 @@ class PrefillService(
         self._engine = engine
         self.senders = senders
         self._load = Load()
+        self.cache = EngineCache(engine)
 
-    def renew(
-        self, hello: pb.WorkerHello, identity: Identity, senders: SenderSet | FaultySender
-    ) -> SenderSet | FaultySender:
-        """Go on as another incarnation, with the same engine and nothing of what was there; the senders that it had,
-        for the caller to close."""
+    def renew(self, hello: pb.WorkerHello, identity: Identity, senders: SenderSet | FaultySender) -> None:
+        """Go on as another incarnation, with the same engine and nothing of what was there."""
         self.fence(identity.epoch)
-        earlier, self.senders = self.senders, senders
-        self._hello, self._identity = hello, identity
-        return earlier
+        self._hello, self._identity, self.senders = hello, identity, senders
 
     @property
     def load(self) -> Load:
@@ -197,8 +196,9 @@ class PrefillService(
         for is_stored, block_hash in report.cache_changes:
             self._publisher.note(is_stored, block_hash)
         for event in report.events:
-            entry = self.find(event.id)
-            if entry is not None:
+            if isinstance(event, Fetching | Lent):
+                self.cache.on_event(event)
+            elif (entry := self.find(event.id)) is not None:
                 self._on_event(event, entry)
 
     def _on_event(self, event: AnyEvent, entry: PrefillEntry) -> None:

@@ -22,7 +22,6 @@ from core.kv_region import KVRegion
 from core.kv_spec import DType, KVSpec
 from core.sampling import SamplingParams
 from core.worker import Role, WorkerRecord
-from decode_service.handoff import Granter
 from decode_service.scheduler import DecodeTier
 from decode_service.service import DecodeService
 from engine.block_pool import BlockPool
@@ -39,6 +38,7 @@ from gateway.routing.prefix_mirror import Expectation, PrefixMirror
 from kv_transfer.base import Identity, TransferOptions
 from kv_transfer.connectors import create_receivers
 from kv_transfer.faults import Faults, create_faulty_senders
+from kv_transfer.granting import Granter
 from kv_transfer.loopback import LoopbackNetwork
 from prefill_service.scheduler import PrefillTier
 from prefill_service.service import PrefillService

@@ -18,7 +18,6 @@ from core.kv_region import KVRegion
 from core.kv_spec import DType, KVSpec
 from core.sampling import SamplingParams
 from core.worker import Role, WorkerRecord
-from decode_service.handoff import Granter
 from decode_service.scheduler import DecodeTier
 from decode_service.service import DecodeService
 from engine.block_pool import BlockPool
@@ -28,6 +27,7 @@ from engine.messages import Report, Token
 from engine.scheduler import Scheduler, SchedulerLimits
 from kv_transfer.base import Identity
 from kv_transfer.connectors import create_receivers
+from kv_transfer.granting import Granter
 from kv_transfer.loopback import LoopbackNetwork
 from proto import convert
 from proto import session_pb2 as pb
