@@ -9,7 +9,8 @@ class GatewayConfig:
     given). `http` and `grpc` are host:port, port 0 picks a free one. A client that takes nothing of its stream for
     `stall_limit_s` loses it; a request that would wait for longer than `max_queue_s` is refused at once. Prompts of
     which a decode worker lacks at most `max_local_tokens` are computed there; `routing` is by cached prefixes and
-    load, or `round_robin`. Spans go to `otlp`, if anywhere."""
+    load, or `round_robin`. Moving a prefix between workers takes `pull_cost_s` beyond its bytes: it is computed again
+    where that takes less. Spans go to `otlp`, if anywhere."""
 
     model: str = "smollm2"
     model_id: str | None = None
@@ -25,7 +26,10 @@ class GatewayConfig:
     otlp: str | None = None
     max_local_tokens: int = 0
     routing: str = "prefix"
+    pull_cost_s: float = 0.003
 
     def __post_init__(self) -> None:
         if self.max_local_tokens < 0:
             raise ValueError(f"max_local_tokens must not be negative, got {self.max_local_tokens}")
+        if self.pull_cost_s < 0:
+            raise ValueError(f"pull_cost_s must not be negative, got {self.pull_cost_s}")

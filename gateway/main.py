@@ -28,6 +28,7 @@ from gateway.routing.admission import Admission
 from gateway.routing.fleet import Fleet
 from gateway.routing.orchestrator import Orchestrator
 from gateway.routing.prefix_index import PrefixIndex
+from gateway.routing.pulls import Pulls
 from gateway.routing.router import RoundRobin, choose_route
 from gateway.serving import Serving
 from gateway.text.grammar_checker import GrammarChecker
@@ -49,6 +50,7 @@ async def serve(config: GatewayConfig) -> int:
     fleet = Fleet(Registry(store), model_id, prefixes)
     metrics = GatewayMetrics(lambda: fleet.links)
     rows = HandoffRows(store)
+    pulls = Pulls()
     orchestrator = Orchestrator(
         fleet,
         prefixes,
@@ -57,6 +59,8 @@ async def serve(config: GatewayConfig) -> int:
         Admission(config.max_queue_s),
         config.max_local_tokens,
         RoundRobin() if config.routing == "round_robin" else choose_route,
+        pulls,
+        config.pull_cost_s,
     )
     grammars = GrammarChecker(model)
     tracing = start_tracing(config.otlp, "tandem-gateway", fleet.gateway_id)
@@ -73,6 +77,7 @@ async def serve(config: GatewayConfig) -> int:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
+        await pulls.close()
         await grammars.close()
         await store.close()
         await tracing.close()

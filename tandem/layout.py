@@ -36,6 +36,7 @@ class ServePlan:
     pace: float
     can_borrow: bool
     routing: str = "prefix"
+    pull_cost_s: float = 0.003
     has_prefix_cache: bool = True
     log_format: str = "text"
     otlp: str | None = None
@@ -91,7 +92,7 @@ def plan_gateway(plan: ServePlan, ready_file: str, cores: Sequence[int]) -> Chil
     command = (*_tandem("gateway"), "--model", plan.model, "--http", plan.http, "--grpc", plan.grpc)
     command += ("--redis-url", plan.redis_url, "--ready-file", ready_file)
     command += ("--max-queue", str(plan.max_queue_s), "--max-local-tokens", str(plan.max_local_tokens))
-    command += ("--routing", plan.routing, *_observing(plan))
+    command += ("--routing", plan.routing, "--pull-cost", str(plan.pull_cost_s), *_observing(plan))
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return ChildPlan("gateway", command, tuple(cores), 1)
 

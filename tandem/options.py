@@ -93,6 +93,13 @@ routing_options = together(
         show_default=True,
         help="By cached prefixes and load, or each worker in turn.",
     ),
+    click.option(
+        "--pull-cost",
+        "pull_cost_s",
+        default=0.003,
+        show_default=True,
+        help="Seconds that moving a prefix between workers takes beyond its bytes; inf: none is moved.",
+    ),
 )
 
 

@@ -33,6 +33,7 @@ from gateway.routing.lease import Lease
 from gateway.routing.link import CANCELLED, Cancel, FromWorker, Inbox, LinkLost, WorkerLink
 from gateway.routing.live import Live
 from gateway.routing.prefix_index import PrefixIndex
+from gateway.routing.pulls import Pulls
 from gateway.routing.router import Route
 from gateway.routing.stage_limits import RESERVE_WAIT_S, Stage, StageLimits
 from gateway.timing import Mark
@@ -57,8 +58,9 @@ class Attempt:
         rows: HandoffRows,
         prefixes: PrefixIndex,
         taken_over: Lease | None = None,
+        pulls: Pulls | None = None,
     ) -> None:
-        """A lease to be taken over must be of the route's prefill worker."""
+        """A lease to be taken over must be of the route's prefill worker; a route with a pull needs `pulls`."""
         self.id = HandoffId(live.request.request_id, live.report.num_attempts)
         self._request = live.request
         self._committed = tuple(committed)
@@ -84,6 +86,8 @@ class Attempt:
         self._next_position = len(committed)
         self._num_preempted_before = live.report.num_preemptions
         self._credit = CREDIT_TOKENS
+        self._pulls = pulls
+        self._pull = route.pull
         self._claims = Claims(fleet, prefixes, live.request, self._num_tokens, route.overlap)
         self._decode_was_asked = False
         self._lifetime = Handoff()
@@ -93,6 +97,8 @@ class Attempt:
         """Raises the typed error that ended the attempt; `retryable` says whether another may do better."""
         cancelling = asyncio.create_task(self._watch_cancel())
         try:
+            self._claim()
+            await self._settle_pulls(cancelling)
             self._start()
             while not self._lifetime.state.is_terminal:
                 event = await self._next_event()
@@ -188,6 +194,32 @@ class Attempt:
                 raise TransferFailed(f"{event.worker.worker_id} ended the handoff")
         return []
 
+    def _claim(self) -> None:
+        """What others are routed by, from now on."""
+        first = self._fleet.find(self._candidates[0]) if self._candidates else None
+        computing = first if self._is_local else self._prefill
+        if computing is not None:
+            num_pulled = self._pull.num_tokens if self._pull is not None else 0
+            self._claims.compute(computing, num_pulled)
+        if not self._is_local:
+            self._claims.place(self._candidates[0] if self._candidates else None)
+
+    async def _settle_pulls(self, cancelling: asyncio.Task[None]) -> None:
+        """What is to be pulled to where the prompt is computed is there afterwards, or will not be. Not waited for
+        when the client cancels: the next event says so."""
+        target = self._claims.computed_by
+        if self._pulls is None or target is None or self._taken_over is not None:
+            return
+        settling = asyncio.create_task(self._pulls.settle(target, self._request, self._pull))
+        try:
+            await asyncio.wait(
+                [settling, cancelling], timeout=self._left_s(), return_when=asyncio.FIRST_COMPLETED
+            )
+            if settling.done() and not settling.result():
+                self._report.causes.append("pull_failed")
+        finally:
+            settling.cancel()
+
     def _start(self) -> None:
         if self._prefill is None:
             self._began_after_s = self._clock.since(Mark.ARRIVED)
@@ -197,8 +229,6 @@ class Attempt:
         self._tell_state()
         self._limits.begin(Stage.QUEUE)
         self._prefill.subscribe(self.id, self._inbox)
-        self._claims.compute(self._prefill)
-        self._claims.place(self._candidates[0] if self._candidates else None)
         takes_over = self._taken_over.handoff_id.attempt if self._taken_over is not None else 0
         start = commands.start_prefill(
             self.id, self._prefill.record, self._request, self._committed, self._remaining_s, takes_over
@@ -225,7 +255,7 @@ class Attempt:
         self._claims.place(None)
         self._decode = self._next_candidate()
         self._decode.subscribe(self.id, self._inbox)
-        if self._is_local:
+        if self._is_local and self._claims.computed_by is not self._decode.record:
             self._claims.compute(self._decode)
         self._limits.begin(Stage.LOCAL_PREFILL if self._is_local else Stage.GRANT)
         reserve = commands.reserve_decode(

@@ -42,9 +42,16 @@ class Claims:
         self._computing: Computing | None = None
         self._decode: WorkerLink | None = None
 
-    def compute(self, link: WorkerLink) -> None:
-        """The prompt is to be computed there: what it lacks counts until it is, and what it will hold as held."""
-        num_cached = cached_tokens(link.record, self._num_tokens, self._overlap)
+    @property
+    def computed_by(self) -> WorkerRecord | None:
+        """Who is to compute the prompt."""
+        return self._computing.link.record if self._computing is not None else None
+
+    def compute(self, link: WorkerLink, num_pulled: int = 0) -> None:
+        """The prompt is to be computed there: what it lacks counts until it is, and what it will hold as held. The
+        first `num_pulled` tokens are being moved there."""
+        self.computed()
+        num_cached = max(cached_tokens(link.record, self._num_tokens, self._overlap), num_pulled)
         expectation = self._prefixes.expect(link.record, self._request.chain)
         self._computing = Computing(link, num_cached, self._num_tokens - num_cached, expectation)
         link.row.pend_tokens(self._computing.num_lacking, num_cached)

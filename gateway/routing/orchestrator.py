@@ -26,7 +26,8 @@ from gateway.routing.fleet import Fleet
 from gateway.routing.lease import Lease
 from gateway.routing.live import HandoffReport, Live
 from gateway.routing.prefix_index import PrefixIndex
-from gateway.routing.router import Overlap, Route, RoutedPrompt, Routing, choose_route
+from gateway.routing.pulls import Pulls
+from gateway.routing.router import PULL_COST_S, Overlap, Route, RoutedPrompt, Routing, choose_route
 from gateway.timing import Mark, StageClock, StageSpan, Timing
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,11 @@ class Orchestrator:
         admission: Admission | None = None,
         max_local_tokens: int = 0,
         choose: Routing = choose_route,
+        pulls: Pulls | None = None,
+        pull_cost_s: float = PULL_COST_S,
     ) -> None:
-        """A prompt of which its decode worker lacks at most `max_local_tokens` is computed there: no handoff."""
+        """A prompt of which its decode worker lacks at most `max_local_tokens` is computed there: no handoff. Without
+        `pulls` no prefix is moved."""
         self.admission = admission or Admission(math.inf)
         self._fleet = fleet
         self._prefixes = prefixes
@@ -58,6 +62,8 @@ class Orchestrator:
         self.gaps = metrics.gaps
         self._max_local_tokens = max_local_tokens
         self._choose = choose
+        self._pulls = pulls
+        self._pull_cost_s = pull_cost_s
         self.live: dict[RequestId, Live] = {}
         self.recent = Recent()
 
@@ -132,7 +138,9 @@ class Orchestrator:
             history.give_back()  # nobody tells the scores of a prompt that is not computed again
         route = await self._route(live, history)
         lease = history.take(route.prefill)
-        attempt = Attempt(live, history.committed, self._fleet, route, self._rows, self._prefixes, lease)
+        attempt = Attempt(
+            live, history.committed, self._fleet, route, self._rows, self._prefixes, lease, self._pulls
+        )
         if lease is not None:
             self._metrics.resends.inc()
         try:
@@ -154,6 +162,8 @@ class Orchestrator:
             history.avoid,
             history.holder,
             history.may_be_local,
+            self._held(request),
+            self._pull_cost_s,
         )
         route = self._choose(self._fleet.tables, asked)
         if not route.decode:
@@ -172,6 +182,10 @@ class Orchestrator:
             if link.record.worker_id in hosts:
                 overlap[link.record.epoch] = len(live.request.chain)
         return overlap
+
+    def _held(self, request: GenerationRequest) -> Overlap:
+        """What could be moved to where the prompt is computed."""
+        return self._prefixes.held(request.chain, self._fleet.block_size) if self._pulls is not None else {}
 
     def _note_retry(self, live: Live, error: TandemError) -> None:
         told = about_handoff(HandoffId(live.request.request_id, live.report.num_attempts))

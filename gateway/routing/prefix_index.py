@@ -58,7 +58,11 @@ class PrefixIndex:
         if not self._feed.is_whole:
             for epoch, depth in (await self._rows.longest_prefix(blocks)).items():
                 depths[epoch] = max(depth, depths.get(epoch, 0))
-        return {epoch: depth * block_size // HASH_BLOCK_TOKENS for epoch, depth in depths.items()}
+        return _in_hash_blocks(depths, block_size)
+
+    def held(self, chain: Sequence[BlockHash], block_size: int) -> dict[Epoch, int]:
+        """The same, but for what is only about to be there: what can be moved elsewhere now."""
+        return _in_hash_blocks(self.mirror.longest_prefix(pool_chain(chain, block_size), True), block_size)
 
     def expect(self, record: WorkerRecord, chain: Sequence[BlockHash]) -> Expectation:
         """It was sent the prompt. The caller says when that is over, by settle()."""
@@ -86,3 +90,7 @@ class PrefixIndex:
             ERRORS.labels(kind="missing" if error < 0 else "unexpected").inc(abs(error))
         blocks = pool_chain(chain, block_size)[:usable]
         self.mirror.correct(record.epoch, blocks, num_predicted // block_size, num_cached // block_size)
+
+
+def _in_hash_blocks(depths: dict[Epoch, int], block_size: int) -> dict[Epoch, int]:
+    return {epoch: depth * block_size // HASH_BLOCK_TOKENS for epoch, depth in depths.items()}

@@ -83,10 +83,12 @@ class PrefixMirror:
         for block_hash in hashes if bit else ():
             _clear(self._shards[block_hash[0]], block_hash, bit)
 
-    def longest_prefix(self, chain: Sequence[BlockHash]) -> dict[Epoch, int]:
-        """Leading blocks of `chain` that each holder has or is about to have; none but those with one at least."""
+    def longest_prefix(self, chain: Sequence[BlockHash], is_there: bool = False) -> dict[Epoch, int]:
+        """Leading blocks of `chain` that each holder has or is about to have (`is_there`: has); none but those with
+        one at least."""
         depths: dict[Epoch, int] = {}
-        holders, shards, expected = self._live, self._shards, self._expected
+        holders, shards = self._live, self._shards
+        expected = {} if is_there else self._expected
         for depth, block_hash in enumerate(chain):
             found = shards[block_hash[0]].get(block_hash, 0)
             if expected and block_hash in expected:

@@ -13,7 +13,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from cluster import block_feed, store
 from gateway.front import openai_schema, responses_schema
 from gateway.metrics import GatewayMetrics
-from gateway.routing import prefix_index
+from gateway.routing import prefix_index, pulls
 from tandem.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,9 @@ def test_the_metrics_that_are_named_are_the_metrics_that_there_are():
 
 def test_the_labels_that_are_named_are_the_labels_that_metrics_have():
     metrics = GatewayMetrics(lambda: [])
-    of_modules = [value for module in (store, block_feed, prefix_index) for value in vars(module).values()]
+    of_modules = [
+        value for module in (store, block_feed, prefix_index, pulls) for value in vars(module).values()
+    ]
     others = [value for value in of_modules if isinstance(value, Counter | Gauge | Histogram)]
     collectors = [*metrics._registry._collector_to_names, *others]
     labels = {c._name: set(c._labelnames) for c in collectors if hasattr(c, "_labelnames")}

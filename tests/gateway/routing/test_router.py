@@ -1,5 +1,6 @@
 """Where a request goes, from what is known of the workers."""
 
+import math
 from dataclasses import replace
 
 from hypothesis import given
@@ -138,6 +139,51 @@ def route(
     tables = {Role.PREFILL: table_of([near]), Role.DECODE: table_of([far])}
     overlap = {near.record.epoch: on_prefill, far.record.epoch: on_decode}
     return choose_route(tables, RoutedPrompt(num_tokens, num_tokens + 50, overlap, **options))
+
+
+def choose_with(ahead: int = 0, cost: float = 0.003, **held: int) -> Route:
+    """For 320 tokens: prefill workers p, where `ahead` are queued, and q, and a decode worker d that computes
+    nothing; `held` are blocks by name."""
+    queued = {"p": ahead, "q": 0}
+    near = [known(name, replace(EMPTY, tokens_per_s=RATE, num_queued_tokens=queued[name])) for name in queued]
+    far = [known("d")]
+    tables = {Role.PREFILL: table_of(near), Role.DECODE: table_of(far)}
+    overlap = _by_epoch([*near, *far], held)
+    return choose_route(tables, RoutedPrompt(320, 370, overlap, held=overlap, pull_cost_s=cost))
+
+
+def pulled(route: Route) -> tuple[str, int] | None:
+    return (route.pull.source.worker_id, route.pull.num_tokens) if route.pull is not None else None
+
+
+def test_what_others_hold_is_pulled_to_where_the_prompt_is_computed():
+    assert pulled(choose_with()) is None, "nobody has anything"
+    found = choose_with(p=4, d=18)
+    assert (found.prefill.worker_id, pulled(found)) == ("p", ("d", 288))
+    assert pulled(choose_with(p=18, d=18)) is None
+    assert pulled(choose_with(d=20)) == ("d", 304), "the last block has the last token, which is computed"
+
+
+def test_a_pull_that_takes_longer_than_computing_is_none():
+    assert pulled(choose_with(p=4, d=5, cost=0.015)) == ("d", 80), "16 ms to compute"
+    assert pulled(choose_with(p=4, d=5, cost=0.017)) is None
+    assert pulled(choose_with(p=4, d=18, cost=math.inf)) is None
+
+
+def test_a_hot_prefix_is_pulled_before_its_holder_is_queued_for_as_long_as_it_takes_to_compute():
+    """Twice the work against the wait: without a pull the other would have 320 tokens to compute."""
+    for ahead, name in ((100, "p"), (200, "q")):
+        found = choose_with(p=20, ahead=ahead)
+        assert found.prefill.worker_id == name
+        assert pulled(found) == (None if name == "p" else ("p", 304))
+
+
+def test_what_is_only_about_to_be_there_is_not_pulled():
+    near, far = [known("p"), known("q", replace(EMPTY, num_queued_tokens=1000))], [known("d")]
+    tables = {Role.PREFILL: table_of(near), Role.DECODE: table_of(far)}
+    overlap = _by_epoch([*near, *far], {"q": 20})
+    assert pulled(choose_route(tables, RoutedPrompt(320, 370, overlap))) is None
+    assert pulled(choose_route(tables, RoutedPrompt(320, 370, overlap, held=overlap))) == ("q", 304)
 
 
 def test_the_next_turn_of_a_chat_is_computed_where_the_last_one_was_generated():

@@ -1,0 +1,157 @@
+"""Prefixes that are moved to where a prompt is to be computed, instead of being computed again.
+
+    gateway ── Fetch ──► target: room for what it lacks ─► grant
+            ── Send(grant) ──► source ═══ blocks ═══► target ─► cached
+            ── start the prompt ──► target, which finds them
+
+A pull is a hint like the index: whatever goes wrong, the prompt is computed, and that is counted. Prompts that share
+what is on its way to their worker wait for it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import grpc
+from prometheus_client import Counter
+
+from core.block_hash import pool_chain
+from core.ids import BlockHash, Epoch, HandoffId, RequestId
+from core.logs import about_handoff
+from core.worker import WorkerRecord
+from gateway.generation import GenerationRequest
+from gateway.routing.router import Pull
+from proto import blocks_pb2 as pb
+from proto import blocks_pb2_grpc, convert
+from proto import types_pb2 as types
+
+logger = logging.getLogger(__name__)
+PULL_LIMIT_S = 2.0
+MAX_PULLS = 64
+
+PULLS = Counter(
+    "tandem_prefix_pulls", "Prefixes to be moved to another worker, by what became of it.", ["outcome"]
+)
+PULLED = Counter("tandem_prefix_pulled_tokens", "Prompt tokens whose KV was moved instead of computed.")
+PULLED_BYTES = Counter(
+    "tandem_prefix_pulled_bytes", "KV bytes that pulls moved, without framing.", ["connector"]
+)
+
+
+class Moving(NamedTuple):
+    """What is on its way to one worker: the last block of it, and the task that ends with it."""
+
+    last: BlockHash
+    task: "asyncio.Task[bool]"
+
+
+class Pulls:
+    """One per gateway. Owns the channels that it opens: `close()`."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._moving: dict[Epoch, list[Moving]] = {}
+
+    async def settle(self, target: WorkerRecord, request: GenerationRequest, pull: Pull | None) -> bool:
+        """Returns when what the target will have of the prompt is there, or will not be: what others are having moved
+        there, or else what `pull` names. False when something was to be moved and was not."""
+        chain = pool_chain(request.chain, target.kv_spec.block_size)
+        tasks = [moving.task for moving in self._moving.get(target.epoch, ()) if moving.last in chain]
+        if not tasks and pull is not None:
+            hashes = chain[: pull.num_tokens // target.kv_spec.block_size]
+            tasks = [self._begin(target, request.request_id, pull.source, hashes)]
+        return all(await asyncio.gather(*map(asyncio.shield, tasks)))
+
+    async def close(self) -> None:
+        for moving in [moving for several in self._moving.values() for moving in several]:
+            moving.task.cancel()
+        for channel in self._channels.values():
+            await channel.close()
+
+    def _begin(
+        self, target: WorkerRecord, request_id: RequestId, source: WorkerRecord, hashes: Sequence[BlockHash]
+    ) -> "asyncio.Task[bool]":
+        task = asyncio.create_task(self._pull(target, request_id, source, hashes))
+        several = self._moving.setdefault(target.epoch, [])
+        moving = Moving(hashes[-1], task)
+        several.append(moving)
+
+        def end(_: object) -> None:
+            several.remove(moving)
+            if not several:
+                self._moving.pop(target.epoch, None)
+
+        task.add_done_callback(end)
+        return task
+
+    async def _pull(
+        self, target: WorkerRecord, request_id: RequestId, source: WorkerRecord, hashes: Sequence[BlockHash]
+    ) -> bool:
+        """Whether the target has got what it lacked. Never raises but for being cancelled."""
+        move = HandoffId(RequestId(f"{request_id}.pull"), 1)
+        if sum(map(len, self._moving.values())) > MAX_PULLS:
+            PULLS.labels(outcome="too_many").inc()
+            return False
+        try:
+            async with asyncio.timeout(PULL_LIMIT_S):
+                fetched = await self._move(move, target, source, hashes)
+        except TimeoutError:
+            outcome, told = "too_slow", f"not done within {PULL_LIMIT_S:g} s"
+        except grpc.aio.AioRpcError as error:
+            outcome, told = error.code().name.lower(), error.details() or ""
+        else:
+            PULLS.labels(outcome="moved" if fetched else "not_needed").inc()
+            if fetched:
+                PULLED.inc(fetched.num_tokens)
+                PULLED_BYTES.labels(connector=fetched.connector).inc(fetched.num_bytes)
+            return True
+        PULLS.labels(outcome=outcome).inc()
+        names = f"{source.worker_id} to {target.worker_id}"
+        logger.warning("prefix was not moved from %s: %s", names, told, extra=about_handoff(move))
+        return False
+
+    async def _move(
+        self, move: HandoffId, target: WorkerRecord, source: WorkerRecord, hashes: Sequence[BlockHash]
+    ) -> pb.Fetched | None:
+        """None when the target lacked nothing, or had no room."""
+        request = pb.FetchRequest(
+            handoff_id=convert.handoff_id_to_proto(move),
+            worker=convert.identity_to_proto(*target.key),
+            hashes=hashes,
+        )
+        call = self._stub(target).Fetch(request)
+        try:
+            grant = (await _next(call)).grant
+            if not grant.block_ids:
+                return None
+            await self._send(source, grant, hashes, target.kv_spec.block_size)
+            return (await _next(call)).fetched
+        finally:
+            call.cancel()
+
+    async def _send(
+        self, source: WorkerRecord, grant: types.Grant, hashes: Sequence[BlockHash], block_size: int
+    ) -> None:
+        first = grant.num_cached_tokens // block_size
+        request = pb.SendRequest(
+            grant=grant,
+            worker=convert.identity_to_proto(*source.key),
+            hashes=hashes[first : first + len(grant.block_ids)],
+        )
+        await self._stub(source).Send(request)
+
+    def _stub(self, record: WorkerRecord) -> Any:
+        channel = self._channels.get(record.address)
+        if channel is None:
+            channel = self._channels[record.address] = grpc.aio.insecure_channel(record.address)
+        return blocks_pb2_grpc.BlocksStub(channel)
+
+
+async def _next(call: Any) -> pb.FetchEvent:
+    """Its next event. Raises AioRpcError when there is none."""
+    event: pb.FetchEvent = await call.read()
+    if event is grpc.aio.EOF:
+        metadata = await call.initial_metadata(), await call.trailing_metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.ABORTED, *metadata, "it ended")
+    return event
