@@ -158,6 +158,26 @@ def prefix(json_path: Path | None, **options: Any) -> None:
     _run(measuring.run(cluster, asked_of(options), json_path))
 
 
+@bench.command()
+@click.option("--model", default="smollm2", show_default=True)
+@click.option("--prefill", "num_prefill", default=2, show_default=True, help="Prefill workers.")
+@click.option("--decode", "num_decode", default=2, show_default=True, help="Decode workers.")
+@click.option("--prefix", "prefix_tokens", default=1024, show_default=True, help="Tokens that are shared.")
+@click.option("--requests", "num_requests", default=16, show_default=True, help="Who share them.")
+@click.option(
+    "--long", "long_tokens", default=3000, show_default=True, help="Tokens that keep a worker busy."
+)
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--vocab-size", default=40000, show_default=True, help="Prompts are of ids below that.")
+@click.option("--serve-options", default="", callback=words_of, help="More options of `tandem serve`.")
+@click.option("--json", "json_path", default=None, type=FILE)
+def reuse(json_path: Path | None, serve_options: tuple[str, ...], **options: Any) -> None:
+    """What a prefix that is used again saves, wherever it is wanted, and what the cache costs those who use none."""
+    from bench import reuse as measuring
+
+    _run(measuring.run(measuring.Plan(**options, options=serve_options), json_path))
+
+
 @bench.command("profile")
 @click.argument("path", type=FILE)
 @model_options

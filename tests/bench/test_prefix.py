@@ -76,3 +76,24 @@ def test_several_rates_are_a_mistake():
     result = CliRunner().invoke(main, ["bench", "prefix", "--rates", "1,2"])
     assert result.exit_code == 2
     assert "one rate" in result.output
+
+
+def test_what_is_shared_is_computed_once_and_pulled_elsewhere(tiny_model, tmp_path):
+    told = tmp_path / "told.json"
+    options = ["--model", str(tiny_model), "--vocab-size", "256", "--requests", "3", "--rounds", "1"]
+    more = [
+        "--serve-options",
+        "--dtype float32 --pull-cost 0",
+        "--prefix",
+        "400",
+        "--long",
+        "1500",
+        "--json",
+        str(told),
+    ]
+    result = CliRunner().invoke(main, ["bench", "reuse", *options, *more])
+    assert result.exit_code == 0, result.output
+    found = json.loads(told.read_text())
+    assert min(found["shared"][name] for name in ("cold_s", "warm_s", "elsewhere_s")) > 0
+    assert found["unique"]["first_token"] > 0
+    assert len(found["conclusions"]) == 3

@@ -1,0 +1,196 @@
+"""What is computed once and used again, and what that costs those who use nothing again: `tandem bench reuse`.
+
+Requests share a prefix that nobody has computed: the first one is cold, those that follow are warm. The last one
+comes while the worker that holds it computes a long prompt, so that it is served elsewhere, and the prefix pulled
+there. Then prompts that share nothing, in turns at a cluster with a prefix cache and at one without.
+"""
+
+import asyncio
+import json
+import random
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import httpx
+from rich.console import Console
+
+from bench import report, systems
+from bench.client import OpenAIClient, Outcome
+from bench.serve import Target, progress_bar
+from bench.traffic import TOKEN_IDS
+from core.errors import EngineFailed
+
+OWN_TOKENS = 16
+"""Of each prompt after what it shares."""
+OUTPUT_TOKENS = 2
+HEAD_START_S = 0.05
+"""Until the long prompt is on its worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`rounds` times `num_requests` with the same `prefix_tokens`; and as many turns of `num_unique` prompts of that
+    length that share nothing, one after the other. `long_tokens` keep a worker busy."""
+
+    model: str = "smollm2"
+    num_prefill: int = 2
+    num_decode: int = 2
+    prefix_tokens: int = 1024
+    num_requests: int = 16
+    long_tokens: int = 3000
+    rounds: int = 5
+    num_unique: int = 6
+    vocab_size: int = TOKEN_IDS.stop
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_requests < 3:
+            raise ValueError("one request is cold, one at least warm, and one served elsewhere")
+
+    def tokens(self, rng: random.Random, count: int) -> list[int]:
+        """Of a prompt."""
+        return rng.choices(range(min(TOKEN_IDS.start, self.vocab_size // 2), self.vocab_size), k=count)
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["--prefill", str(self.num_prefill), "--decode", str(self.num_decode), *self.options]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Medians over `rounds` of times to first token, seconds; in `num_pulled` of them there was a pull."""
+
+    cold_s: float
+    warm_s: float
+    elsewhere_s: float
+    rounds: int
+    num_pulled: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unique:
+    """A cluster with a cache over one without: medians over the turns of times to first token, and of durations."""
+
+    first_token: float
+    duration: float
+
+
+async def run(plan: Plan, json_path: Path | None = None) -> tuple[Shared, Unique]:
+    """Both, shown; the file if asked for. Raises EngineFailed when a request is not answered whole."""
+    with progress_bar(sys.stderr.isatty()) as bar:
+        task = bar.add_task("reuse", total=2 * plan.rounds)
+        async with systems.tandem(plan.model, plan.arguments).start() as target:
+            rounds = []
+            for number in range(plan.rounds):
+                rounds.append(await _share(target, plan, number))
+                bar.advance(task)
+            shared = _medians(rounds)
+            without = systems.tandem(plan.model, [*plan.arguments, "--no-prefix-cache"])
+            async with without.start() as other:
+                ratios = []
+                for number in range(plan.rounds + 1):
+                    ratios.append(await _compare(target, other, plan, number))
+                    bar.advance(task)
+    unique = Unique(*(median(values) for values in zip(*ratios[1:], strict=True)))  # one to warm up
+    lines = conclusions(shared, unique)
+    for line in lines:
+        Console().print(line, markup=False, soft_wrap=True)
+    if json_path is not None:
+        told = {"machine": report.machine(), "plan": asdict(plan), "conclusions": lines}
+        report.write(
+            json_path, json.dumps({**told, "shared": asdict(shared), "unique": asdict(unique)}, indent=1)
+        )
+    return shared, unique
+
+
+def conclusions(shared: Shared, unique: Unique) -> list[str]:
+    return [
+        f"First token, cold {1e3 * shared.cold_s:.0f} ms, warm {1e3 * shared.warm_s:.0f} ms: "
+        f"{shared.warm_s / shared.cold_s:.2f} of it.",
+        f"Warm while another prompt is computed where the prefix is: {1e3 * shared.elsewhere_s:.0f} ms, "
+        f"{shared.elsewhere_s / shared.cold_s:.2f} of cold; {shared.num_pulled} of {shared.rounds} by a pull.",
+        f"Without reuse, with a cache over without one: {unique.first_token:.3f} of the time to first token, "
+        f"{unique.duration:.3f} of the duration.",
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    cold_s: float
+    warm_s: float
+    elsewhere_s: float
+    was_pulled: bool
+
+
+async def _share(target: Target, plan: Plan, number: int) -> Round:
+    rng = random.Random(number)
+    prefix = plan.tokens(rng, plan.prefix_tokens)
+    client = target.client()
+
+    async def ask() -> float:
+        outcome = await _whole(client, [*prefix, *plan.tokens(rng, OWN_TOKENS)])
+        return outcome.first_token_s
+
+    try:
+        await client.find_model()
+        await _whole(client, plan.tokens(rng, 64))
+        cold_s = await ask()
+        warm_s = [await ask() for _ in range(plan.num_requests - 2)]
+        before = await _num_pulls(target)
+        occupying = asyncio.create_task(_whole(client, plan.tokens(rng, plan.long_tokens)))
+        await asyncio.sleep(HEAD_START_S)
+        elsewhere_s = await ask()
+        await occupying
+        return Round(cold_s, median(warm_s), elsewhere_s, await _num_pulls(target) > before)
+    finally:
+        await client.close()
+
+
+def _medians(rounds: Sequence[Round]) -> Shared:
+    return Shared(
+        median(found.cold_s for found in rounds),
+        median(found.warm_s for found in rounds),
+        median(found.elsewhere_s for found in rounds),
+        len(rounds),
+        sum(found.was_pulled for found in rounds),
+    )
+
+
+async def _num_pulls(target: Target) -> float:
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(f"{target.url}/metrics")).text
+    moved = re.findall(r'^tandem_prefix_pulls_total\{outcome="moved"\} (\S+)$', text, re.MULTILINE)
+    return sum(map(float, moved))
+
+
+async def _compare(target: Target, other: Target, plan: Plan, number: int) -> tuple[float, float]:
+    """The same prompts at both, one at a time and in changing order, since the machine's speed drifts: the first's
+    times over the other's."""
+    rng = random.Random(f"unique {number}")
+    clients = target.client(), other.client()
+    first_s: tuple[list[float], list[float]] = ([], [])
+    whole_s: tuple[list[float], list[float]] = ([], [])
+    try:
+        for client in clients:
+            await client.find_model()
+        for index in range(plan.num_unique):
+            prompt = plan.tokens(rng, plan.prefix_tokens)
+            for side in (0, 1) if index % 2 else (1, 0):
+                outcome = await _whole(clients[side], prompt)
+                first_s[side].append(outcome.first_token_s)
+                whole_s[side].append(outcome.took_s)
+    finally:
+        for client in clients:
+            await client.close()
+    return fmean(first_s[0]) / fmean(first_s[1]), fmean(whole_s[0]) / fmean(whole_s[1])
+
+
+async def _whole(client: OpenAIClient, prompt_ids: Sequence[int]) -> Outcome:
+    outcome = await client.complete(prompt_ids, OUTPUT_TOKENS)
+    if not outcome.is_whole:
+        raise EngineFailed(f"a request was not answered: {outcome.status} {outcome.error}")
+    return outcome
