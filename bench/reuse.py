@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import httpx
 from rich.console import Console
@@ -73,7 +73,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Unique:
-    """A cluster with a cache over one without: medians over the turns of times to first token, and of durations."""
+    """A cluster with a cache over one without: medians over the prompts, of times to first token and of durations."""
 
     first_token: float
     duration: float
@@ -91,11 +91,12 @@ async def run(plan: Plan, json_path: Path | None = None) -> tuple[Shared, Unique
             shared = _medians(rounds)
             without = systems.tandem(plan.model, [*plan.arguments, "--no-prefix-cache"])
             async with without.start() as other:
-                ratios = []
+                ratios: list[tuple[float, float]] = []
                 for number in range(plan.rounds + 1):
-                    ratios.append(await _compare(target, other, plan, number))
+                    found = await _compare(target, other, plan, number)
+                    ratios += found if number else []  # the first turn is to warm up
                     bar.advance(task)
-    unique = Unique(*(median(values) for values in zip(*ratios[1:], strict=True)))  # one to warm up
+    unique = Unique(*(median(values) for values in zip(*ratios, strict=True)))
     lines = conclusions(shared, unique)
     for line in lines:
         Console().print(line, markup=False, soft_wrap=True)
@@ -167,26 +168,25 @@ async def _num_pulls(target: Target) -> float:
     return sum(map(float, moved))
 
 
-async def _compare(target: Target, other: Target, plan: Plan, number: int) -> tuple[float, float]:
-    """The same prompts at both, one at a time and in changing order, since the machine's speed drifts: the first's
-    times over the other's."""
+async def _compare(target: Target, other: Target, plan: Plan, number: int) -> list[tuple[float, float]]:
+    """The same prompts at both, one at a time and in changing order, since the machine's speed drifts: of each the
+    first's times over the other's."""
     rng = random.Random(f"unique {number}")
     clients = target.client(), other.client()
-    first_s: tuple[list[float], list[float]] = ([], [])
-    whole_s: tuple[list[float], list[float]] = ([], [])
+    ratios: list[tuple[float, float]] = []
     try:
         for client in clients:
             await client.find_model()
         for index in range(plan.num_unique):
             prompt = plan.tokens(rng, plan.prefix_tokens)
-            for side in (0, 1) if index % 2 else (1, 0):
-                outcome = await _whole(clients[side], prompt)
-                first_s[side].append(outcome.first_token_s)
-                whole_s[side].append(outcome.took_s)
+            turns = clients if index % 2 else clients[::-1]
+            outcomes = [await _whole(client, prompt) for client in turns]
+            first, second = outcomes if index % 2 else outcomes[::-1]
+            ratios.append((first.first_token_s / second.first_token_s, first.took_s / second.took_s))
     finally:
         for client in clients:
             await client.close()
-    return fmean(first_s[0]) / fmean(first_s[1]), fmean(whole_s[0]) / fmean(whole_s[1])
+    return ratios
 
 
 async def _whole(client: OpenAIClient, prompt_ids: Sequence[int]) -> Outcome:

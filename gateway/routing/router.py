@@ -223,13 +223,18 @@ def _holders(tables: Tables, asked: RoutedPrompt) -> list[tuple[int, WorkerRow]]
 
 
 def _plan_pull(tables: Tables, target: WorkerRecord, asked: RoutedPrompt) -> Pull | None:
-    """From whoever holds most, if that takes less time than to compute what it has and `target` has not."""
-    others = [held for held in _holders(tables, asked) if held[1].record is not target]
+    """From whoever holds most, and of these from one that computes least (it lends between two steps), if that takes
+    less time than to compute what it has and `target` has not."""
+    spec = target.kv_spec
+    most = (asked.num_tokens - 1) // spec.block_size * spec.block_size
+    others = [
+        (min(num_held, most), -row.num_ahead, row.record.worker_id, row)
+        for num_held, row in _holders(tables, asked)
+        if row.record is not target
+    ]
     if not others:
         return None
-    num_held, source = max(others, key=lambda held: (held[0], held[1].record.worker_id))
-    spec = target.kv_spec
-    num_tokens = min(num_held, asked.num_tokens - 1) // spec.block_size * spec.block_size
+    num_tokens, _, _, source = max(others)
     gain = num_tokens + _lacking(target, asked.num_tokens, asked.overlap) - asked.num_tokens
     rate = next(
         t.by_epoch[target.epoch] for t in tables.values() if target.epoch in t.by_epoch

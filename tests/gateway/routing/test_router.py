@@ -178,6 +178,12 @@ def test_a_hot_prefix_is_pulled_before_its_holder_is_queued_for_as_long_as_it_ta
         assert pulled(found) == (None if name == "p" else ("p", 304))
 
 
+def test_of_those_that_hold_as_much_the_idle_one_sends():
+    assert pulled(choose_with(p=20, d=20, ahead=2000)) == ("d", 304)
+    assert pulled(choose_with(p=20, d=19, ahead=2000)) == ("d", 304), "as much of what is wanted"
+    assert pulled(choose_with(p=20, d=18, ahead=2000)) == ("p", 304)
+
+
 def test_what_is_only_about_to_be_there_is_not_pulled():
     near, far = [known("p"), known("q", replace(EMPTY, num_queued_tokens=1000))], [known("d")]
     tables = {Role.PREFILL: table_of(near), Role.DECODE: table_of(far)}
