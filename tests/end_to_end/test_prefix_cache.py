@@ -1,7 +1,9 @@
 """One prefix cache across the cluster: what was computed anywhere is not computed again, and tokens stay the same."""
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import AsyncIterator
 
 import grpc
@@ -130,4 +132,45 @@ async def test_another_gateway_finds_what_was_there_before_it(cluster, client, o
         answer = await Client(channel).generate(prompt, 8, ignore_eos=True)
     assert answer.usage.num_cached_tokens == 10 * BLOCK
     assert answer.last.timing.prefill_worker_id == first.last.timing.prefill_worker_id
+    await assert_well(cluster, oracle)
+
+
+async def test_hits_stay_while_redis_is_flushed_stopped_and_paused_and_come_back_to_a_gateway_that_knows_nothing(
+    cluster, client, oracle
+):
+    """A replay of prompts with a past, over and over: right tokens and every block found, whatever Redis does; then
+    the gateway goes as well, and all that it knew is back from what workers write to an empty Redis."""
+    told = await indexed(cluster)
+    prompts = [tokens(12 * BLOCK + 5) for _ in range(6)]
+    expected = [oracle(ids, max_tokens=4) for ids in prompts]
+
+    async def replay(by: Client) -> int:
+        answers = await asyncio.gather(*(by.generate(ids, 4, ignore_eos=True) for ids in prompts))
+        assert [answer.token_ids for answer in answers] == expected
+        return sum(answer.usage.num_cached_tokens for answer in answers)
+
+    whole = 6 * 12 * BLOCK
+    assert await replay(client) == 0
+    await wait_indexed(cluster, 6 * 12, told)
+    assert await replay(client) == whole
+    async with Redis.from_url(cluster.redis_url) as redis:
+        await redis.flushall()
+    assert await replay(client) == whole
+    os.kill(cluster.valkey.pid, signal.SIGSTOP)
+    try:
+        assert await replay(client) == whole
+    finally:
+        os.kill(cluster.valkey.pid, signal.SIGCONT)
+    assert await replay(client) == whole
+    await cluster.stop_valkey()
+    assert await replay(client) == whole
+    await cluster.start_valkey()
+    assert await replay(client) == whole
+    known = await indexed(cluster)
+    await cluster.processes["gateway"].stop()
+    await cluster.start_gateway()
+    await cluster.wait_workers(["prefill-0", "prefill-1", "decode-0", "decode-1"])
+    await wait_indexed(cluster, 0, known)
+    async with grpc.aio.insecure_channel(cluster.grpc) as channel:
+        assert await replay(Client(channel)) == whole
     await assert_well(cluster, oracle)
