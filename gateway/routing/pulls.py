@@ -27,7 +27,7 @@ from proto import blocks_pb2_grpc, convert
 from proto import types_pb2 as types
 
 logger = logging.getLogger(__name__)
-PULL_LIMIT_S = 2.0
+PULL_LIMIT_S = 3.0
 MAX_PULLS = 64
 
 PULLS = Counter(
