@@ -41,7 +41,7 @@ SERVER_OPTIONS = (
 class WorkerConfig:
     """The network side of one worker. `listen` is host:port (port 0: a free one); `advertised_host` is the name that
     gateways and peers use, the bound host unless given; `connector` one of kv_transfer's or `auto`; spans go to
-    `otlp`, if anywhere."""
+    `otlp`, if anywhere. `disk_cache` is a directory of its own for at most `disk_cache_bytes`, if any."""
 
     worker_id: WorkerId
     model: str
@@ -53,6 +53,8 @@ class WorkerConfig:
     transfer_port: int = 0
     drain_s: float = DRAIN_S
     otlp: str | None = None
+    disk_cache: str | None = None
+    disk_cache_bytes: int = 8 << 30
 
     @property
     def host(self) -> str:

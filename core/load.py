@@ -18,11 +18,25 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskCounts:
+    """What a worker's disk cache holds, and blocks that it has read, written, given up for others, or found damaged
+    since the worker's start, and the disk's errors."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    num_read: int = 0
+    num_written: int = 0
+    num_evicted: int = 0
+    num_bad: int = 0
+    num_errors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Counts:
-    """What an engine has done since its start: nothing here ever shrinks. `steps_by_time` and `steps_by_batch`
-    count its steps by STEP_BOUNDS_S and BATCH_BOUNDS, each up to its bound, the last beyond all; `steps_s` and
-    `num_batched` are the sums of their durations and sequences. Tokens are those whose KV was computed: of prompts,
-    of outputs, and again after a preemption."""
+    """What a worker has done since its start: nothing here ever shrinks, but for what its disk holds. `steps_by_time`
+    and `steps_by_batch` count its steps by STEP_BOUNDS_S and BATCH_BOUNDS, each up to its bound, the last beyond all;
+    `steps_s` and `num_batched` are the sums of their durations and sequences. Tokens are those whose KV was computed:
+    of prompts, of outputs, and again after a preemption."""
 
     steps_by_time: tuple[int, ...] = ()
     steps_s: float = 0.0
@@ -33,6 +47,7 @@ class Counts:
     num_recomputed_tokens: int = 0
     num_preemptions: int = 0
     sent: tuple[Sent, ...] = ()
+    disk: DiskCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)

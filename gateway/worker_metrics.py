@@ -41,6 +41,7 @@ class WorkerCollector(Collector):
         yield from _steps(up)
         yield from _counters(up)
         yield from _transfers(up)
+        yield from _disks(up)
 
 
 def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
@@ -121,3 +122,21 @@ def _transfers(workers: Sequence[WorkerView]) -> Iterator[Metric]:
             size.add_metric(names, sent.num_bytes)
             time.add_metric(names, sent.seconds)
     yield from (number, size, time)
+
+
+def _disks(workers: Sequence[WorkerView]) -> Iterator[Metric]:
+    kinds = (GaugeMetricFamily, CounterMetricFamily)
+    for kind, name, about, field in (
+        (0, "blocks", "Blocks on a worker's disk.", "num_blocks"),
+        (0, "bytes", "Bytes of its files.", "num_bytes"),
+        (1, "read_blocks", "Blocks read from disk for a prompt.", "num_read"),
+        (1, "written_blocks", "Blocks saved.", "num_written"),
+        (1, "evicted_blocks", "Saved blocks that had to go for others.", "num_evicted"),
+        (1, "bad_blocks", "Saved blocks that were found damaged.", "num_bad"),
+        (1, "errors", "Times that the disk refused.", "num_errors"),
+    ):
+        family = kinds[kind](f"tandem_disk_cache_{name}", about, labels=["worker"])
+        for worker in workers:
+            if worker.load.counts.disk is not None:
+                family.add_metric([worker.record.worker_id], getattr(worker.load.counts.disk, field))
+        yield family

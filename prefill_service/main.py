@@ -3,18 +3,23 @@
 import asyncio
 import logging
 import os
+from pathlib import Path
 
 import msgspec
 
+from cluster.background import keep_running
 from cluster.tracing import start_tracing
 from cluster.worker_server import LoadingLog, WorkerConfig, WorkerServer
 from core.errors import EngineFailed
+from core.kv_spec import KVSpec
 from core.worker import Role, WorkerRecord
 from engine.config import EngineConfig
 from engine.engine_geometry import EngineGeometry
 from engine.engine_process import EngineProcess
 from kv_cache.block_service import BLOCKS_SERVICE, BlockService
 from kv_cache.connecting import connect
+from kv_cache.disk_store import DiskStore
+from kv_cache.disk_tier import DiskTier
 from kv_transfer.base import Identity
 from kv_transfer.connectors import check_connector
 from kv_transfer.faults import Faults
@@ -23,12 +28,15 @@ from proto import blocks_pb2_grpc, convert, session_pb2, session_pb2_grpc
 
 logger = logging.getLogger(__name__)
 FAULTS_VARIABLE = "TANDEM_FAULTS"
+SAVE_LIMIT_S = 5.0
+"""For what is not on disk yet when the worker stops."""
 
 
 async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     """Until told to stop; the exit status. Raises ModelLoadError and ValueError for a wrong configuration."""
     check_connector(config.connector)
     geometry = EngineGeometry(engine_config)
+    store = _open_disk(config, engine_config, geometry.kv_spec)
     server = WorkerServer(config)
     record = server.bind(geometry.shape(Role.PREFILL))
     try:
@@ -47,6 +55,12 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     blocks = BlockService(service.cache, connections)
     blocks_pb2_grpc.add_BlocksServicer_to_server(blocks, server.server)
     names = [session_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name, BLOCKS_SERVICE]
+    saving: asyncio.Task[None] | None = None
+    if store is not None:
+        disk = service.disk = DiskTier(
+            store, engine.region, geometry.kv_spec, service.cache, server.publisher.note
+        )
+        saving = asyncio.create_task(keep_running("saving blocks", disk.run))
     follow = asyncio.create_task(service.follow_engine())
 
     async def renew(record: WorkerRecord) -> None:
@@ -58,9 +72,21 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     try:
         return await server.run(record, names, follow, service, renew)
     finally:
+        if saving is not None:
+            saving.cancel()
+            await asyncio.wait([saving])
+            await disk.close(0.0 if follow.done() else SAVE_LIMIT_S)
         await connections.close()
         await engine.stop()
         await tracing.close()
+
+
+def _open_disk(config: WorkerConfig, engine: EngineConfig, spec: KVSpec) -> DiskStore | None:
+    """The files of an earlier start of this worker, if they are to be kept. Raises ValueError."""
+    if config.disk_cache is None:
+        return None
+    content = f"{spec} {engine.weights} {engine.device}"
+    return DiskStore(Path(config.disk_cache), content, spec.block_bytes, config.disk_cache_bytes)
 
 
 def _faults() -> Faults | None:

@@ -35,6 +35,7 @@ from engine.messages import (
     WorkAborted,
     WorkFailed,
 )
+from kv_cache.disk_tier import DiskTier
 from kv_cache.engine_cache import EngineCache
 from kv_transfer.base import Identity
 from kv_transfer.connectors import SenderSet
@@ -72,6 +73,7 @@ class PrefillService(
         self.senders = senders
         self._load = Load()
         self.cache = EngineCache(engine)
+        self.disk: DiskTier | None = None
 
     def renew(self, hello: pb.WorkerHello, identity: Identity, senders: SenderSet | FaultySender) -> None:
         """Go on as another incarnation, with the same engine and nothing of what was there."""
@@ -81,7 +83,8 @@ class PrefillService(
     @property
     def load(self) -> Load:
         """As the engine last told it, with what the transfers carried."""
-        counts = replace(self._load.counts, sent=self._sent.read())
+        disk = self.disk.counts if self.disk is not None else None
+        counts = replace(self._load.counts, sent=self._sent.read(), disk=disk)
         return replace(self._load, is_draining=self.is_draining, counts=counts)
 
     async def Session(
@@ -106,6 +109,8 @@ class PrefillService(
             case "clear_cache":
                 logger.info("the prefix cache was cleared on request")
                 self._engine.send(ClearCache())
+                if self.disk is not None:
+                    self.disk.clear()
             case unknown:
                 logger.warning("ignored a command of unknown kind %s", unknown)
 
@@ -120,8 +125,21 @@ class PrefillService(
         takes_over = start.takes_over if self._retire(handoff_id, start.takes_over) else 0
         params = convert.sampling_from_proto(start.sampling)
         prompt, output = list(start.prompt_ids), list(start.output_ids)
-        self._engine.send(StartPrompt(handoff_id, prompt, output, params, takes_over))
+        command = StartPrompt(handoff_id, prompt, output, params, takes_over)
+        if self.disk is None or takes_over:
+            self._engine.send(command)
+        else:
+            prepared = self._start_prepared(self.disk, command)
+            entry.task = self.spawn(prepared, handoff_id.request_id)
         events.put(pb.PrefillEvent(queued=pb.PrefillQueued(handoff_id=start.handoff_id)))
+
+    async def _start_prepared(self, disk: DiskTier, command: StartPrompt) -> None:
+        """Once what the disk has of the prompt is cached. Whatever may be wrong with that, it is computed."""
+        try:
+            await disk.prepare([*command.prompt_ids, *command.output_ids])
+        except Exception:
+            logger.exception("reading from disk failed", extra=about_handoff(command.id))
+        self._engine.send(command)
 
     def _retire(self, handoff_id: HandoffId, attempt: int) -> bool:
         """End an earlier attempt but for its blocks, which the engine passes to the new one. What its transfer may
@@ -193,8 +211,9 @@ class PrefillService(
     def _on_report(self, report: Report) -> None:
         if report.load is not None:
             self._load = report.load
+        note = self._publisher.note if self.disk is None else self.disk.on_cache_change
         for is_stored, block_hash in report.cache_changes:
-            self._publisher.note(is_stored, block_hash)
+            note(is_stored, block_hash)
         for event in report.events:
             if isinstance(event, Fetching | Lent):
                 self.cache.on_event(event)

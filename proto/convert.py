@@ -2,12 +2,13 @@
 shape, their meaning is checked by whoever acts on them."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from core.errors import Busy, EngineFailed, InvalidRequest, ModelNotFound, TandemError, error_from
 from core.grant import FirstToken, Grant
 from core.ids import BlockId, Epoch, HandoffId, RequestId, WorkerId
 from core.kv_spec import DType, KVSpec
-from core.load import Counts, Load, Sent
+from core.load import Counts, DiskCounts, Load, Sent
 from core.sampling import SamplingParams, Top
 from core.scores import PromptScore
 from core.worker import WorkerRecord
@@ -254,6 +255,7 @@ def _counts_to_proto(counts: Counts) -> pb.Counts:
             )
             for sent in counts.sent
         ],
+        disk=pb.DiskCache(**asdict(counts.disk)) if counts.disk is not None else None,
     )
 
 
@@ -268,6 +270,19 @@ def _counts_from_proto(message: pb.Counts) -> Counts:
         num_recomputed_tokens=message.num_recomputed_tokens,
         num_preemptions=message.num_preemptions,
         sent=tuple(Sent(s.connector, s.num_transfers, s.num_bytes, s.seconds) for s in message.sent),
+        disk=_disk_from_proto(message.disk) if message.HasField("disk") else None,
+    )
+
+
+def _disk_from_proto(message: pb.DiskCache) -> DiskCounts:
+    return DiskCounts(
+        message.num_blocks,
+        message.num_bytes,
+        message.num_read,
+        message.num_written,
+        message.num_evicted,
+        message.num_bad,
+        message.num_errors,
     )
 
 

@@ -209,7 +209,7 @@ class Load(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., step_s: _Optional[float] = ..., sequence: _Optional[int] = ..., blocks_by_state: _Optional[_Mapping[str, int]] = ..., tokens_per_s: _Optional[float] = ..., is_draining: _Optional[bool] = ..., num_suspended: _Optional[int] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ...) -> None: ...
 
 class Counts(_message.Message):
-    __slots__ = ("steps_by_time", "steps_s", "steps_by_batch", "num_batched", "num_prompt_tokens", "num_output_tokens", "num_recomputed_tokens", "num_preemptions", "sent")
+    __slots__ = ("steps_by_time", "steps_s", "steps_by_batch", "num_batched", "num_prompt_tokens", "num_output_tokens", "num_recomputed_tokens", "num_preemptions", "sent", "disk")
     STEPS_BY_TIME_FIELD_NUMBER: _ClassVar[int]
     STEPS_S_FIELD_NUMBER: _ClassVar[int]
     STEPS_BY_BATCH_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +219,7 @@ class Counts(_message.Message):
     NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
     steps_by_time: _containers.RepeatedScalarFieldContainer[int]
     steps_s: float
     steps_by_batch: _containers.RepeatedScalarFieldContainer[int]
@@ -228,7 +229,26 @@ class Counts(_message.Message):
     num_recomputed_tokens: int
     num_preemptions: int
     sent: _containers.RepeatedCompositeFieldContainer[Sent]
-    def __init__(self, steps_by_time: _Optional[_Iterable[int]] = ..., steps_s: _Optional[float] = ..., steps_by_batch: _Optional[_Iterable[int]] = ..., num_batched: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., sent: _Optional[_Iterable[_Union[Sent, _Mapping]]] = ...) -> None: ...
+    disk: DiskCache
+    def __init__(self, steps_by_time: _Optional[_Iterable[int]] = ..., steps_s: _Optional[float] = ..., steps_by_batch: _Optional[_Iterable[int]] = ..., num_batched: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., sent: _Optional[_Iterable[_Union[Sent, _Mapping]]] = ..., disk: _Optional[_Union[DiskCache, _Mapping]] = ...) -> None: ...
+
+class DiskCache(_message.Message):
+    __slots__ = ("num_blocks", "num_bytes", "num_read", "num_written", "num_evicted", "num_bad", "num_errors")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_READ_FIELD_NUMBER: _ClassVar[int]
+    NUM_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    num_bytes: int
+    num_read: int
+    num_written: int
+    num_evicted: int
+    num_bad: int
+    num_errors: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_read: _Optional[int] = ..., num_written: _Optional[int] = ..., num_evicted: _Optional[int] = ..., num_bad: _Optional[int] = ..., num_errors: _Optional[int] = ...) -> None: ...
 
 class Sent(_message.Message):
     __slots__ = ("connector", "num_transfers", "num_bytes", "seconds")

@@ -16,6 +16,7 @@ from core.logs import LogForm, set_up_logs
 from core.model_path import public_name
 from tandem.options import (
     DTYPES,
+    disk_options,
     engine_options,
     max_queue_option,
     model_options,
@@ -78,6 +79,8 @@ def _configs(options: dict[str, Any]) -> tuple[Any, Any]:
         transfer_port=options["transfer_port"],
         drain_s=options["drain"],
         otlp=options["otlp"],
+        disk_cache=options.get("disk_cache"),
+        disk_cache_bytes=options.get("disk_cache_bytes", 0),
     )
     engine = EngineConfig(
         model=options["model"],
@@ -102,6 +105,7 @@ def _configs(options: dict[str, Any]) -> tuple[Any, Any]:
 @model_options
 @engine_options
 @worker_options
+@disk_options
 @observing_options
 def prefill(**options: Any) -> None:
     """Run one prefill worker in the foreground."""
@@ -191,6 +195,7 @@ def gateway(log_format: str, **options: Any) -> None:
 @routing_options
 @pace_option
 @engine_options
+@disk_options
 @observing_options
 def serve(ready_file: str | None, **options: Any) -> None:
     """Start a whole tandem on this host: MODEL is a directory, a GGUF file or smollm2."""

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from core.worker import Role
 
@@ -38,6 +39,8 @@ class ServePlan:
     routing: str = "prefix"
     pull_cost_s: float = 0.003
     has_prefix_cache: bool = True
+    disk_cache: str | None = None
+    disk_cache_bytes: int = 8 << 30
     log_format: str = "text"
     otlp: str | None = None
 
@@ -119,6 +122,9 @@ def _worker_command(
     command += ("--max-local-tokens", str(ANY_PROMPT)) if plan.num_colocated else ()
     command += ("--pace", str(plan.pace)) if role is Role.DECODE and plan.pace else ()
     command += () if plan.has_prefix_cache else ("--no-prefix-cache",)
+    if plan.disk_cache is not None and role is Role.PREFILL:
+        command += ("--disk-cache", str(Path(plan.disk_cache) / name))
+        command += ("--disk-cache-bytes", str(plan.disk_cache_bytes))
     command += ("--num-blocks", str(plan.num_blocks)) if plan.num_blocks else ()
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return command

@@ -135,6 +135,23 @@ engine_options = together(
 )
 
 
+disk_options = together(
+    click.option(
+        "--disk-cache",
+        default=None,
+        type=click.Path(file_okay=False),
+        help="Keep prefixes in this directory as well, over restarts [not].",
+    ),
+    click.option(
+        "--disk-cache-bytes",
+        default=8 << 30,
+        show_default=True,
+        type=click.IntRange(min=1),
+        help="At most, of each prefill worker.",
+    ),
+)
+
+
 worker_options = together(
     click.option(
         "--id", "worker_id", default=None, help="Stable worker id [random].", envvar="TANDEM_WORKER_ID"

@@ -86,6 +86,7 @@ class LocalCluster:
         connector: str = "shm",
         worker_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        prefill_arguments: Sequence[str] = (),
         decode_arguments: Sequence[str] = (),
         gateway_arguments: Sequence[str] = (),
     ) -> None:
@@ -97,7 +98,7 @@ class LocalCluster:
         self.redis_url = ""
         self._counts = {Role.PREFILL: num_prefill, Role.DECODE: num_decode}
         self._worker_arguments = {
-            Role.PREFILL: tuple(worker_arguments),
+            Role.PREFILL: (*worker_arguments, *prefill_arguments),
             Role.DECODE: (*worker_arguments, *decode_arguments),
         }
         self._gateway_arguments = tuple(gateway_arguments)

@@ -22,7 +22,7 @@ ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md"]
 COMMANDS_OF = {"serve": ["serve"], "gateway": ["gateway"], "workers": ["prefill", "decode"]}
 COMMANDS_OF["all"] = [name for names in COMMANDS_OF.values() for name in names]
-COMMANDS_OF["decode"] = ["decode"]
+COMMANDS_OF |= {"prefill": ["prefill"], "decode": ["decode"]}
 LIMIT = re.compile(r"\| ([\d.]+)(?: s)? \| `([\w/]+)\.py` `([\w.]+)` \|$", re.MULTILINE)
 
 
