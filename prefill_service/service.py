@@ -112,7 +112,7 @@ class PrefillService(
 
     def _start(self, start: pb.PrefillStart, events: Events) -> None:
         handoff_id = convert.handoff_id_from_proto(start.handoff_id)
-        if not self.may_start(handoff_id, start.worker.epoch, events):
+        if not self.may_start(handoff_id, start.worker.epoch, start.cache_salt, events):
             return
         block_size = self._hello.kv_spec.block_size
         handoff = PrefillHandoff(handoff_id, len(start.prompt_ids), len(start.output_ids), block_size)
@@ -121,7 +121,7 @@ class PrefillService(
         takes_over = start.takes_over if self._retire(handoff_id, start.takes_over) else 0
         params = convert.sampling_from_proto(start.sampling)
         prompt, output = list(start.prompt_ids), list(start.output_ids)
-        self._engine.send(StartPrompt(handoff_id, prompt, output, params, takes_over))
+        self._engine.send(StartPrompt(handoff_id, prompt, output, params, takes_over, start.cache_salt))
         events.put(pb.PrefillEvent(queued=pb.PrefillQueued(handoff_id=start.handoff_id)))
 
     def _retire(self, handoff_id: HandoffId, attempt: int) -> bool:
