@@ -9,7 +9,8 @@ class GatewayConfig:
     given). `http` and `grpc` are host:port, port 0 picks a free one. A client that takes nothing of its stream for
     `stall_limit_s` loses it; a request that would wait for longer than `max_queue_s` is refused at once. Prompts of
     which a decode worker lacks at most `max_local_tokens` are computed there; `routing` is by cached prefixes and
-    load, or `round_robin`. Spans go to `otlp`, if anywhere."""
+    load, or `round_robin`. Spans go to `otlp`, if anywhere. With `api_keys`, a file of tenants and their keys
+    (gateway.tenants), clients need one."""
 
     model: str = "smollm2"
     model_id: str | None = None
@@ -25,6 +26,7 @@ class GatewayConfig:
     otlp: str | None = None
     max_local_tokens: int = 0
     routing: str = "prefix"
+    api_keys: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_local_tokens < 0:

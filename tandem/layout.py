@@ -39,6 +39,7 @@ class ServePlan:
     has_prefix_cache: bool = True
     log_format: str = "text"
     otlp: str | None = None
+    api_keys: str | None = None
 
     def __post_init__(self) -> None:
         counts = (self.num_prefill, self.num_decode)
@@ -92,6 +93,7 @@ def plan_gateway(plan: ServePlan, ready_file: str, cores: Sequence[int]) -> Chil
     command += ("--redis-url", plan.redis_url, "--ready-file", ready_file)
     command += ("--max-queue", str(plan.max_queue_s), "--max-local-tokens", str(plan.max_local_tokens))
     command += ("--routing", plan.routing, *_observing(plan))
+    command += ("--api-keys", plan.api_keys) if plan.api_keys is not None else ()
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return ChildPlan("gateway", command, tuple(cores), 1)
 

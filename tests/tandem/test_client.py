@@ -256,7 +256,7 @@ async def test_a_stream_that_was_read_to_its_end_is_not_aborted(gateway, ask):
 
 def test_every_field_of_sampling_is_sent_and_none_that_was_not_given():
     values = {"stop": ("a", "b"), "bad_words": ("x",), "logit_bias": {4: 1.5}}
-    ids = {"stop_token_ids": (1, 2), "allowed_token_ids": (3,)}
+    ids = {"stop_token_ids": (1, 2), "allowed_token_ids": (3,), "cache_salt": "mine"}
     flags = dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "echo"), True)
     form = {"structured_outputs": StructuredOutputs(choice=("yes", "no"))}
     given = {**values, **ids, **flags, **form}
