@@ -12,7 +12,8 @@ from typing import Generic, Protocol, TypeVar
 
 from cluster.session import Command, Event, Outbox, SessionHost
 from cluster.tracing import NO_TRACING, Attributes, HandoffTrace, Tracing
-from core.errors import Cancelled, DeadlineExceeded, StaleEpoch, TandemError
+from core.block_hash import MAX_SALT_BYTES
+from core.errors import Cancelled, DeadlineExceeded, InvalidRequest, StaleEpoch, TandemError
 from core.handoff import Handoff, HandoffState
 from core.ids import Epoch, HandoffId
 from core.logs import about_handoff
@@ -88,14 +89,19 @@ class HandoffHost(SessionHost[Command, Event], Generic[Command, Event, H]):
     def find(self, handoff_id: HandoffId) -> Entry[H, Event] | None:
         return self._entries.get(handoff_id)
 
-    def may_start(self, handoff_id: HandoffId, epoch: int, events: Outbox[Event]) -> bool:
-        """Whether a handoff is new here. One for another epoch, or aborted before it came, is answered with a
-        failure; a repeated one is already on its way and gets no further answer."""
+    def may_start(self, handoff_id: HandoffId, epoch: int, cache_salt: bytes, events: Outbox[Event]) -> bool:
+        """Whether a handoff is new here. One for another epoch, aborted before it came, or with a salt that is too
+        long to hash with, is answered with a failure; a repeated one is already on its way and gets no further
+        answer."""
         if epoch != self._epoch:
             events.put(self.failed(handoff_id, StaleEpoch("this worker has restarted since")))
             return False
         if handoff_id in self._over:
             events.put(self.failed(handoff_id, Cancelled("it is over already")))
+            return False
+        if len(cache_salt) > MAX_SALT_BYTES:
+            message = f"{len(cache_salt)} bytes are more than the {MAX_SALT_BYTES} of a salt"
+            events.put(self.failed(handoff_id, InvalidRequest("cache_salt", message)))
             return False
         return handoff_id not in self._entries
 

@@ -4,7 +4,8 @@
     h[i] = H(salt; h[i-1], ids[16i:16i+16], fingerprint, adapter)
 
 Fields are length-prefixed, so no two different inputs spell the same bytes. The hash block is 16 tokens in the
-whole cluster, whatever a pool's block size.
+whole cluster, whatever a pool's block size. Blocks under different salts never have the same hash, so those who are
+not to share KV have different ones: `cache_salt` makes it.
 """
 
 import struct
@@ -15,12 +16,27 @@ from core.ids import BlockHash
 
 HASH_BLOCK_TOKENS = 16
 HASH_BYTES = 16
+MAX_SALT_BYTES = 64
+"""Of any salt: the longest key that blake2b takes."""
+_SALT_BYTES = 32
+
+
+def cache_salt(tenant: str, salt: str) -> bytes:
+    """What blocks of that tenant, under the salt that its request names, are hashed with: 32 bytes, another for every
+    pair; b"" when both are empty."""
+    if not tenant and not salt:
+        return b""
+    digest = blake2b(digest_size=_SALT_BYTES, person=b"tandem-salt")
+    for part in (tenant.encode(), salt.encode()):
+        digest.update(struct.pack("<I", len(part)))
+        digest.update(part)
+    return digest.digest()
 
 
 def hash_block(
     parent: bytes, token_ids: Sequence[int], fingerprint: str, adapter: str = "", salt: bytes = b""
 ) -> BlockHash:
-    """blake2b-128 keyed by the tenant's salt (at most 64 bytes). Token ids must fit 32 unsigned bits."""
+    """blake2b-128 keyed by the salt (at most MAX_SALT_BYTES). Token ids must fit 32 unsigned bits."""
     digest = blake2b(digest_size=HASH_BYTES, key=salt)
     for part in (
         parent,

@@ -17,6 +17,7 @@ class ErrorCode(StrEnum):
     ENGINE = "engine_error"
     WORKER_LOST = "worker_lost"
     STREAM_NOT_FOUND = "stream_not_found"
+    UNAUTHENTICATED = "invalid_api_key"
 
 
 class TandemError(Exception):
@@ -105,6 +106,12 @@ class StreamNotFound(TandemError):
     code = ErrorCode.STREAM_NOT_FOUND
 
 
+class Unauthenticated(TandemError):
+    """The call has no API key, or one that nobody was given. The code is OpenAI's; messages never tell a key."""
+
+    code = ErrorCode.UNAUTHENTICATED
+
+
 _BY_CODE: dict[ErrorCode, type[TandemError]] = {
     ErrorCode.UNAVAILABLE: Unavailable,
     ErrorCode.STALE: StaleEpoch,
@@ -115,6 +122,7 @@ _BY_CODE: dict[ErrorCode, type[TandemError]] = {
     ErrorCode.WORKER_LOST: WorkerLost,
     ErrorCode.BUSY: Busy,
     ErrorCode.STREAM_NOT_FOUND: StreamNotFound,
+    ErrorCode.UNAUTHENTICATED: Unauthenticated,
 }
 
 

@@ -1,5 +1,5 @@
 """Log lines as text or as JSON, one a line. A line that concerns a request has its id, as its caller or the task that
-serves the request names it; `fields` are more that a machine may want.
+serves the request names it, and its tenant if that task knows one; `fields` are more that a machine may want.
 
     2026-11-30 12:00:00,000 INFO gateway.answer: request ended request_id=5f0c... outcome=stop total_s=0.81
     {"time": "2026-11-30T12:00:00.000+00:00", "level": "INFO", "service": "gateway", "logger": ..., "message": ...}
@@ -17,6 +17,7 @@ from core.ids import HandoffId
 FORMATS = ("text", "json")
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
+_tenant: ContextVar[str] = ContextVar("tenant", default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,10 @@ def set_up_logs(form: LogForm) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
-def serve_request(request_id: str) -> None:
-    """Lines of this task, and of those that it starts from now on, concern that request."""
+def serve_request(request_id: str, tenant: str = "") -> None:
+    """Lines of this task, and of those that it starts from now on, concern that request, of that tenant if any."""
     _request_id.set(request_id)
+    _tenant.set(tenant)
 
 
 def about(request_id: str, **fields: Any) -> dict[str, Any]:
@@ -50,8 +52,8 @@ def about_handoff(handoff_id: HandoffId) -> dict[str, Any]:
 
 def told(record: logging.LogRecord) -> dict[str, Any]:
     """What a line says beside its message."""
-    request_id = getattr(record, "request_id", "") or _request_id.get()
-    return {**({"request_id": request_id} if request_id else {}), **getattr(record, "fields", {})}
+    whose = {"request_id": getattr(record, "request_id", "") or _request_id.get(), "tenant": _tenant.get()}
+    return {**{name: value for name, value in whose.items() if value}, **getattr(record, "fields", {})}
 
 
 class TextFormatter(logging.Formatter):

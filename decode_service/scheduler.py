@@ -237,7 +237,13 @@ class DecodeTier:
         tokens = [*command.prompt_ids, *command.output_ids]
         num_prompt_tokens = len(command.prompt_ids)
         return Sequence(
-            command.id, tokens, num_prompt_tokens, command.params, self._fingerprint, credit=command.credit
+            command.id,
+            tokens,
+            num_prompt_tokens,
+            command.params,
+            self._fingerprint,
+            cache_salt=command.cache_salt,
+            credit=command.credit,
         )
 
     def _chain_hash(self, sequence: Sequence) -> BlockHash:

@@ -102,7 +102,7 @@ class DecodeService(
 
     def _reserve(self, reserve: pb.DecodeReserve, events: Events) -> None:
         handoff_id = convert.handoff_id_from_proto(reserve.handoff_id)
-        if not self.may_start(handoff_id, reserve.worker.epoch, events):
+        if not self.may_start(handoff_id, reserve.worker.epoch, reserve.cache_salt, events):
             return
         handoff = DecodeHandoff(handoff_id, reserve.deadline_s, self._receivers)
         entry = self.admit(handoff, events, reserve.deadline_s, reserve.trace_parent)
@@ -110,7 +110,16 @@ class DecodeService(
         params = convert.sampling_from_proto(reserve.sampling)
         prompt, output = list(reserve.prompt_ids), list(reserve.output_ids)
         self._engine.send(
-            Reserve(handoff_id, prompt, output, params, reserve.wait_s, reserve.credit, reserve.is_local)
+            Reserve(
+                handoff_id,
+                prompt,
+                output,
+                params,
+                reserve.wait_s,
+                reserve.credit,
+                reserve.is_local,
+                reserve.cache_salt,
+            )
         )
 
     async def _receive(self, entry: DecodeEntry) -> None:

@@ -18,12 +18,14 @@ class Command(msgspec.Struct, frozen=True, tag=True):
 
 class StartPrompt(Command, frozen=True, tag=True):
     """Prefill: compute `prompt_ids` and what was already generated, then sample one token. With `takes_over`, an
-    earlier attempt of the request whose blocks are still held goes on under the new id instead."""
+    earlier attempt of the request whose blocks are still held goes on under the new id instead. `cache_salt` (at most
+    MAX_SALT_BYTES) is what its blocks are hashed with."""
 
     prompt_ids: list[int]
     output_ids: list[int]
     params: SamplingParams
     takes_over: int = 0
+    cache_salt: bytes = b""
 
 
 class Granted(Command, frozen=True, tag=True):
@@ -37,7 +39,8 @@ class Release(Command, frozen=True, tag=True):
 
 class Reserve(Command, frozen=True, tag=True):
     """Decode: hold blocks and a batch place. Waits at most `wait_s` for room. When `is_local`, compute the prompt
-    here instead: tokens follow from the first one on."""
+    here instead: tokens follow from the first one on. `cache_salt` (at most MAX_SALT_BYTES) is what its blocks are
+    hashed with."""
 
     prompt_ids: list[int]
     output_ids: list[int]
@@ -45,6 +48,7 @@ class Reserve(Command, frozen=True, tag=True):
     wait_s: float
     credit: int
     is_local: bool = False
+    cache_salt: bytes = b""
 
 
 class Activate(Command, frozen=True, tag=True):

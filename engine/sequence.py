@@ -23,11 +23,12 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True)
 class Sequence:
-    """Mutable, owned by one scheduler. `credit` is how many tokens may still be made before the reader must ask for
-    more; `queue_s` is how long it last waited for a step. `arrival` numbers a scheduler's sequences; `num_forced`
-    counts those preemptions that a lack of credit does not explain, `num_lost` the tokens that were computed before
-    one. `rules` are the runner's, made when they are first needed; `guide` is there when params.grammar is. `scores`
-    are of its prompt's tokens, from the runner to whoever reports them."""
+    """Mutable, owned by one scheduler. Only sequences of one `cache_salt` share blocks. `credit` is how many tokens
+    may still be made before the reader must ask for more; `queue_s` is how long it last waited for a step. `arrival`
+    numbers a scheduler's sequences; `num_forced` counts those preemptions that a lack of credit does not explain,
+    `num_lost` the tokens that were computed before one. `rules` are the runner's, made when they are first needed;
+    `guide` is there when params.grammar is. `scores` are of its prompt's tokens, from the runner to whoever reports
+    them."""
 
     id: HandoffId
     tokens: list[int]
@@ -35,6 +36,7 @@ class Sequence:
     params: SamplingParams
     fingerprint: str
     choice: int = 0
+    cache_salt: bytes = b""
     credit: int = 1 << 30
     arrival: int = 0
     block_ids: list[BlockId] = field(default_factory=list)
@@ -93,7 +95,7 @@ class Sequence:
             start = len(self._chain) * HASH_BLOCK_TOKENS
             parent = self._chain[-1] if self._chain else b""
             ids = self.tokens[start : start + HASH_BLOCK_TOKENS]
-            self._chain.append(hash_block(parent, ids, self.fingerprint))
+            self._chain.append(hash_block(parent, ids, self.fingerprint, salt=self.cache_salt))
         return list(pool_chain(self._chain[: num_blocks * per_block], block_size))
 
     def max_len(self, context_len: int) -> int:

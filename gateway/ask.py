@@ -15,11 +15,13 @@ MAX_STOP_LEN = 256
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """When a request came, on the event loop's clock (now, unless said otherwise), how long its client allows from
-    then on, and the client's span, in the form of the header traceparent."""
+    then on, the client's span, in the form of the header traceparent, and the tenant whose key the client has ("":
+    nobody has one)."""
 
     at_s: float = field(default_factory=loop_time)
     allowed_s: float | None = None
     trace_parent: str = ""
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Ask:
     """One request. `max_tokens` is a ceiling, cut to what fits the context and the pools; 0 scores the prompt only,
     None is the default. `sampling` has everything else that needs no model; its max_tokens, stop and bad-word ids,
     the grammar of `form` and, without `seed`, its seed are filled in later. Each prompt gets the best `n` of
-    `best_of` choices."""
+    `best_of` choices. Of one tenant's requests only those with the same `cache_salt` share cached prefixes."""
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -67,6 +69,7 @@ class Ask:
     wants_logprobs: bool = False
     echoes: bool = False
     client_request_id: str = ""
+    cache_salt: str = ""
 
     @property
     def num_choices(self) -> int:

@@ -10,7 +10,8 @@ class GatewayConfig:
     `stall_limit_s` loses it; a request that would wait for longer than `max_queue_s` is refused at once. Prompts of
     which a decode worker lacks at most `max_local_tokens` are computed there; `routing` is by cached prefixes and
     load, or `round_robin`. Moving a prefix between workers takes `pull_cost_s` beyond its bytes: it is computed again
-    where that takes less. Spans go to `otlp`, if anywhere."""
+    where that takes less. Spans go to `otlp`, if anywhere. With `api_keys`, a file of tenants and their keys
+    (gateway.tenants), clients need one."""
 
     model: str = "smollm2"
     model_id: str | None = None
@@ -27,6 +28,7 @@ class GatewayConfig:
     max_local_tokens: int = 0
     routing: str = "prefix"
     pull_cost_s: float = 0.003
+    api_keys: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_local_tokens < 0:

@@ -13,7 +13,8 @@ class GenerationRequest:
     """One validated, tokenised choice. `chain` holds the hashes of the prompt's full blocks; `deadline_s` is what
     the client allows in all; `client_request_id` is for abort and logs, never a key. With a `leader`, a choice of the
     same prompt, it starts when that one's blocks are where it decodes (or when it has ended). `arrived_s` is when it
-    came, on the event loop's clock (None: it does now); `trace_parent` names its span, if it is traced."""
+    came, on the event loop's clock (None: it does now); `trace_parent` names its span, if it is traced. It belongs to
+    `tenant` ("": nobody has a key); `cache_salt` is what `chain` was hashed with and workers hash with."""
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
@@ -23,6 +24,8 @@ class GenerationRequest:
     leader: "GenerationRequest | None" = None
     arrived_s: float | None = None
     trace_parent: str = ""
+    tenant: str = ""
+    cache_salt: bytes = b""
     request_id: RequestId = field(default_factory=new_request_id)
 
     @property

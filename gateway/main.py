@@ -30,7 +30,8 @@ from gateway.routing.orchestrator import Orchestrator
 from gateway.routing.prefix_index import PrefixIndex
 from gateway.routing.pulls import Pulls
 from gateway.routing.router import RoundRobin, choose_route
-from gateway.serving import Serving
+from gateway.serving import NO_TENANTS, Serving
+from gateway.tenants import read_tenants
 from gateway.text.grammar_checker import GrammarChecker
 from gateway.text.tokenizer import TextTokenizer
 from tokenizer.files import load_tokenizer_files
@@ -40,7 +41,9 @@ STOP_S = 20
 
 
 async def serve(config: GatewayConfig) -> int:
-    """Until SIGTERM or SIGINT; the exit status. Raises ModelLoadError and OSError for a wrong configuration."""
+    """Until SIGTERM or SIGINT; the exit status. Raises ModelLoadError, OSError and ValueError for a wrong
+    configuration."""
+    tenants = read_tenants(config.api_keys) if config.api_keys is not None else NO_TENANTS
     listener = listen(config.http, config.stall_limit_s)
     model = resolve_model(config.model)
     tokenizer = TextTokenizer(await asyncio.to_thread(load_tokenizer_files, model))
@@ -65,7 +68,15 @@ async def serve(config: GatewayConfig) -> int:
     grammars = GrammarChecker(model)
     tracing = start_tracing(config.otlp, "tandem-gateway", fleet.gateway_id)
     serving = Serving(
-        model_id, tokenizer, fleet, orchestrator, metrics, grammars, config.request_timeout_s, tracing
+        model_id,
+        tokenizer,
+        fleet,
+        orchestrator,
+        metrics,
+        grammars,
+        config.request_timeout_s,
+        tracing,
+        tenants,
     )
     loops = {"discovery": fleet.run, "handoff rows": rows.run, "prefix index": prefixes.run}
     background = [asyncio.create_task(keep_running(name, loop)) for name, loop in loops.items()]

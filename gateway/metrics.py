@@ -47,6 +47,7 @@ class GatewayMetrics:
     def _make_of_requests(self) -> None:
         count = self._counter
         self.requests = count("requests", "Requests by outcome.", "outcome")
+        self.unauthenticated = count("unauthenticated", "Calls without an API key that is known.")
         self.admissions = count("admissions", "Decisions on requests that are valid.", "outcome", "tier")
         self.live = Gauge("tandem_live_requests", "Requests being served.", registry=self._registry)
         self.prompt_tokens = count("prompt_tokens", "Prompt tokens of ended requests.")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.tracing import NO_TRACING, Span, Tracing
-from core.block_hash import hash_chain
-from core.errors import Busy, InvalidRequest, ModelNotFound, TandemError, Unavailable
+from core.block_hash import cache_salt, hash_chain
+from core.errors import Busy, InvalidRequest, ModelNotFound, TandemError, Unauthenticated, Unavailable
 from core.ids import BlockHash
 from core.logs import serve_request
 from core.sampling import SamplingParams
@@ -21,6 +21,7 @@ from gateway.generation import GenerationRequest
 from gateway.metrics import GatewayMetrics
 from gateway.routing.fleet import Fleet
 from gateway.routing.orchestrator import Generation, Orchestrator
+from gateway.tenants import Tenants
 from gateway.text.chat import Chat
 from gateway.text.grammar import OutputForm
 from gateway.text.grammar_checker import GrammarChecker
@@ -30,6 +31,7 @@ from gateway.text.tool_calls import ToolCallParser
 from gateway.text.tool_grammar import tool_form
 from gateway.text_generation import TextGeneration
 
+NO_TENANTS = Tenants()
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPT_SCORES = 1 << 20
 """Log-probabilities of prompts that one answer tells: each choice has those of its prompt."""
@@ -48,6 +50,7 @@ class Serving:
         grammars: GrammarChecker,
         timeout_s: float,
         tracing: Tracing = NO_TRACING,
+        tenants: Tenants = NO_TENANTS,
     ) -> None:
         self.model_id = model_id
         self.tokenizer = tokenizer
@@ -58,6 +61,16 @@ class Serving:
         self._grammars = grammars
         self._timeout_s = timeout_s
         self._tracing = tracing
+        self._tenants = tenants
+
+    def tenant(self, authorization: str) -> str:
+        """Whose a call with that Authorization header is: asked before anything else is done for it. Raises
+        Unauthenticated, which is counted."""
+        try:
+            return self._tenants.of(authorization)
+        except Unauthenticated:
+            self.metrics.unauthenticated.inc()
+            raise
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFound."""
@@ -118,7 +131,7 @@ class Serving:
             span.end(attributes={"tandem.outcome": error.code.value}, error=str(error))
             raise
         self.metrics.admissions.labels(outcome="admitted", tier="").inc()
-        serve_request(answer.request_id)
+        serve_request(answer.request_id, arrival.tenant)
         return answer
 
     def refused(self, error: TandemError) -> None:
@@ -133,7 +146,8 @@ class Serving:
         self.check_model(ask.model)
         self.orchestrator.check_room()
         sampling = await self._sampling(ask)
-        prompts = [await self._prepare_prompt(ask, prompt) for prompt in ask.prompts]
+        salt = cache_salt(arrival.tenant, ask.cache_salt)
+        prompts = [await self._prepare_prompt(ask, prompt, salt) for prompt in ask.prompts]
         _check_scores(ask, _repeated(prompts, ask))
         requests = self._requests(ask, sampling, prompts, arrival, span.trace_parent)
         generations = self.orchestrator.begin(requests)
@@ -149,14 +163,14 @@ class Serving:
     def _allowed_s(self, arrival: Arrival) -> float:
         return self._timeout_s if arrival.allowed_s is None else min(self._timeout_s, arrival.allowed_s)
 
-    async def _prepare_prompt(self, ask: Ask, prompt: Prompt) -> "PreparedPrompt":
+    async def _prepare_prompt(self, ask: Ask, prompt: Prompt, salt: bytes) -> "PreparedPrompt":
         ids = await self.tokenize(prompt)
         room = self._check_room(prompt, ids)
-        chain = await asyncio.to_thread(hash_chain, ids, self.fleet.fingerprint)
+        chain = await asyncio.to_thread(hash_chain, ids, self.fleet.fingerprint, salt=salt)
         default = room if prompt.chat is not None else DEFAULT_MAX_TOKENS
         max_tokens = default if ask.max_tokens is None else ask.max_tokens
         echoed = await self._echoed(prompt, ids) if ask.echoes else None
-        return PreparedPrompt(prompt, tuple(ids), tuple(chain), max(min(max_tokens, room), 1), echoed)
+        return PreparedPrompt(prompt, tuple(ids), salt, tuple(chain), max(min(max_tokens, room), 1), echoed)
 
     async def _echoed(self, prompt: Prompt, ids: Sequence[int]) -> str:
         return await asyncio.to_thread(self.tokenizer.decode, ids) if prompt.text is None else prompt.text
@@ -187,6 +201,8 @@ class Serving:
                     leader,
                     arrival.at_s,
                     trace_parent,
+                    arrival.tenant,
+                    prompt.salt,
                 )
                 leader = leader or request
                 requests.append(request)
@@ -275,11 +291,12 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt of `asked` as tokens, the hashes of its full blocks, how many tokens may follow, and its text if
-    that is to be part of the answer."""
+    """A prompt of `asked` as tokens, the hashes of its full blocks under `salt`, how many tokens may follow, and its
+    text if that is to be part of the answer."""
 
     asked: Prompt
     ids: tuple[int, ...]
+    salt: bytes
     chain: tuple[BlockHash, ...]
     max_tokens: int
     echoed: str | None = None

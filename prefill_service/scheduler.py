@@ -137,7 +137,14 @@ class PrefillTier:
 
     def make_sequence(self, command: StartPrompt) -> Sequence:
         tokens = [*command.prompt_ids, *command.output_ids]
-        return Sequence(command.id, tokens, len(command.prompt_ids), command.params, self._fingerprint)
+        return Sequence(
+            command.id,
+            tokens,
+            len(command.prompt_ids),
+            command.params,
+            self._fingerprint,
+            cache_salt=command.cache_salt,
+        )
 
     def _take_over(self, earlier: HandoffId, new: HandoffId) -> bool:
         """Go on with what `earlier` holds under its new id, telling again what is known of it. False when nothing of

@@ -116,7 +116,7 @@ class PrefillService(
 
     def _start(self, start: pb.PrefillStart, events: Events) -> None:
         handoff_id = convert.handoff_id_from_proto(start.handoff_id)
-        if not self.may_start(handoff_id, start.worker.epoch, events):
+        if not self.may_start(handoff_id, start.worker.epoch, start.cache_salt, events):
             return
         block_size = self._hello.kv_spec.block_size
         handoff = PrefillHandoff(handoff_id, len(start.prompt_ids), len(start.output_ids), block_size)
@@ -125,7 +125,7 @@ class PrefillService(
         takes_over = start.takes_over if self._retire(handoff_id, start.takes_over) else 0
         params = convert.sampling_from_proto(start.sampling)
         prompt, output = list(start.prompt_ids), list(start.output_ids)
-        command = StartPrompt(handoff_id, prompt, output, params, takes_over)
+        command = StartPrompt(handoff_id, prompt, output, params, takes_over, start.cache_salt)
         if self.disk is None or takes_over:
             self._engine.send(command)
         else:
@@ -136,7 +136,7 @@ class PrefillService(
     async def _start_prepared(self, disk: DiskTier, command: StartPrompt) -> None:
         """Once what the disk has of the prompt is cached. Whatever may be wrong with that, it is computed."""
         try:
-            await disk.prepare([*command.prompt_ids, *command.output_ids])
+            await disk.prepare([*command.prompt_ids, *command.output_ids], command.cache_salt)
         except Exception:
             logger.exception("reading from disk failed", extra=about_handoff(command.id))
         self._engine.send(command)

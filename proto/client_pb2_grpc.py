@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TandemStub:
-    """Served by the gateway.
+    """Served by the gateway. With API keys every call needs the metadata `authorization: Bearer KEY`, or is UNAUTHENTICATED;
+    what belongs to another tenant is then as unknown as what never was.
     """
 
     def __init__(self, channel):
@@ -63,7 +64,8 @@ class TandemStub:
 
 
 class TandemServicer:
-    """Served by the gateway.
+    """Served by the gateway. With API keys every call needs the metadata `authorization: Bearer KEY`, or is UNAUTHENTICATED;
+    what belongs to another tenant is then as unknown as what never was.
     """
 
     def Generate(self, request, context):
@@ -140,7 +142,8 @@ def add_TandemServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Tandem:
-    """Served by the gateway.
+    """Served by the gateway. With API keys every call needs the metadata `authorization: Bearer KEY`, or is UNAUTHENTICATED;
+    what belongs to another tenant is then as unknown as what never was.
     """
 
     @staticmethod

@@ -54,7 +54,7 @@ class PrefillCommand(_message.Message):
     def __init__(self, hello: _Optional[_Union[GatewayHello, _Mapping]] = ..., start: _Optional[_Union[PrefillStart, _Mapping]] = ..., grant: _Optional[_Union[PrefillGrant, _Mapping]] = ..., release: _Optional[_Union[PrefillRelease, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCache, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("handoff_id", "worker", "prompt_ids", "output_ids", "sampling", "deadline_s", "takes_over", "trace_parent")
+    __slots__ = ("handoff_id", "worker", "prompt_ids", "output_ids", "sampling", "deadline_s", "takes_over", "trace_parent", "cache_salt")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class PrefillStart(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     TAKES_OVER_FIELD_NUMBER: _ClassVar[int]
     TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     handoff_id: _types_pb2.HandoffId
     worker: _types_pb2.WorkerIdentity
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -71,7 +72,8 @@ class PrefillStart(_message.Message):
     deadline_s: float
     takes_over: int
     trace_parent: str
-    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., takes_over: _Optional[int] = ..., trace_parent: _Optional[str] = ...) -> None: ...
+    cache_salt: bytes
+    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., takes_over: _Optional[int] = ..., trace_parent: _Optional[str] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
 class PrefillGrant(_message.Message):
     __slots__ = ("grant",)
@@ -196,7 +198,7 @@ class DecodeCommand(_message.Message):
     def __init__(self, hello: _Optional[_Union[GatewayHello, _Mapping]] = ..., reserve: _Optional[_Union[DecodeReserve, _Mapping]] = ..., credit: _Optional[_Union[DecodeCredit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCache, _Mapping]] = ...) -> None: ...
 
 class DecodeReserve(_message.Message):
-    __slots__ = ("handoff_id", "worker", "prompt_ids", "output_ids", "sampling", "deadline_s", "wait_s", "credit", "is_local", "trace_parent")
+    __slots__ = ("handoff_id", "worker", "prompt_ids", "output_ids", "sampling", "deadline_s", "wait_s", "credit", "is_local", "trace_parent", "cache_salt")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +209,7 @@ class DecodeReserve(_message.Message):
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     IS_LOCAL_FIELD_NUMBER: _ClassVar[int]
     TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     handoff_id: _types_pb2.HandoffId
     worker: _types_pb2.WorkerIdentity
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -217,7 +220,8 @@ class DecodeReserve(_message.Message):
     credit: int
     is_local: bool
     trace_parent: str
-    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., credit: _Optional[int] = ..., is_local: _Optional[bool] = ..., trace_parent: _Optional[str] = ...) -> None: ...
+    cache_salt: bytes
+    def __init__(self, handoff_id: _Optional[_Union[_types_pb2.HandoffId, _Mapping]] = ..., worker: _Optional[_Union[_types_pb2.WorkerIdentity, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., credit: _Optional[int] = ..., is_local: _Optional[bool] = ..., trace_parent: _Optional[str] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
 class DecodeCredit(_message.Message):
     __slots__ = ("handoff_id", "num_tokens")

@@ -16,6 +16,7 @@ from core.logs import LogForm, set_up_logs
 from core.model_path import public_name
 from tandem.options import (
     DTYPES,
+    api_keys_option,
     disk_options,
     engine_options,
     max_queue_option,
@@ -154,6 +155,7 @@ def _run_worker(serve: Callable[..., Coroutine[Any, Any, int]], role: str, optio
 @click.option("--grpc", default="127.0.0.1:50051", show_default=True, help="HOST:PORT of the gRPC API.")
 @click.option("--ready-file", default=None, help="JSON written once requests can be served.")
 @max_queue_option
+@api_keys_option
 @routing_options
 @observing_options
 def gateway(log_format: str, **options: Any) -> None:
@@ -192,6 +194,7 @@ def gateway(log_format: str, **options: Any) -> None:
     help="TOML with these options' values, as `tandem tune` writes it; what is given here comes first.",
 )
 @max_queue_option
+@api_keys_option
 @routing_options
 @pace_option
 @engine_options
@@ -200,11 +203,14 @@ def gateway(log_format: str, **options: Any) -> None:
 def serve(ready_file: str | None, **options: Any) -> None:
     """Start a whole tandem on this host: MODEL is a directory, a GGUF file or smollm2."""
     from core.model_path import resolve_model
+    from gateway.tenants import read_tenants
     from tandem import supervisor
     from tandem.layout import ServePlan
 
     async def work() -> int:
         resolve_model(options["model"])
+        if options["api_keys"] is not None:
+            read_tenants(options["api_keys"])
         can_borrow = not options.pop("no_borrow")
         has_prefix_cache = not options.pop("no_prefix_cache")
         plan = ServePlan(**options, can_borrow=can_borrow, has_prefix_cache=has_prefix_cache)

@@ -4,7 +4,8 @@
         for chunk in client.stream("The capital of France is", Sampling(max_tokens=8, temperature=0)):
             print(chunk.text, end="")
 
-A stream whose connection breaks goes on where it was, over a new one, as long as the gateway holds it. Errors are
+A stream whose connection breaks goes on where it was, over a new one, as long as the gateway holds it. A gateway with
+API keys needs one: `api_key`, or the environment's TANDEM_API_KEY when that is None. Errors are
 those of `core.errors`: InvalidRequest names the field at fault, Busy says when to come back, Unavailable is also what
 an address without a gateway is.
 """
@@ -20,6 +21,7 @@ import grpc
 
 from proto import client_pb2 as pb
 from proto import client_pb2_grpc
+from tandem.api_key import authorization
 from tandem.client_messages import (
     Answer,
     Choice,
@@ -70,10 +72,11 @@ DEFAULTS = Sampling()
 class AsyncClient:
     """For one event loop. `max_resumes` bounds how often a stream is resumed without anything new arriving."""
 
-    def __init__(self, address: str, max_resumes: int = MAX_RESUMES) -> None:
+    def __init__(self, address: str, max_resumes: int = MAX_RESUMES, api_key: str | None = None) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub: Any = client_pb2_grpc.TandemStub(self._channel)
         self._max_resumes = max_resumes
+        self._metadata = tuple(authorization(api_key).items())
 
     async def __aenter__(self) -> Self:
         return self
@@ -99,7 +102,7 @@ class AsyncClient:
         stream = _begin(prompt, sampling, deadline_s, request_id, self._max_resumes)
         try:
             while not stream.is_over:
-                call = stream.call(self._stub)
+                call = stream.call(self._stub, self._metadata)
                 try:
                     async for message in call:
                         if (chunk := stream.take(message)) is not None:
@@ -113,7 +116,7 @@ class AsyncClient:
             stream.span.end()
             if not stream.is_over:
                 with contextlib.suppress(grpc.RpcError):
-                    await self._stub.AbortRequest(_abort(stream.request_id), timeout=ABORT_TIMEOUT_S)
+                    await self._abort(stream.request_id, ABORT_TIMEOUT_S)
 
     async def generate(
         self,
@@ -131,26 +134,32 @@ class AsyncClient:
     async def model(self, deadline_s: float | None = None) -> Model:
         """What is served. Raises Unavailable while it is not."""
         try:
-            return to_model(await self._stub.GetModel(pb.GetModelRequest(), timeout=deadline_s))
+            call = self._stub.GetModel(pb.GetModelRequest(), timeout=deadline_s, metadata=self._metadata)
+            return to_model(await call)
         except grpc.RpcError as error:
             raise to_error(error) from error
 
     async def abort(self, request_id: str, deadline_s: float | None = None) -> bool:
         """End a request by the gateway's id or the client's own. False when none of that id ran."""
         try:
-            answer = await self._stub.AbortRequest(_abort(request_id), timeout=deadline_s)
+            answer = await self._abort(request_id, deadline_s)
         except grpc.RpcError as error:
             raise to_error(error) from error
         return bool(answer.was_running)
+
+    def _abort(self, request_id: str, timeout_s: float | None) -> Any:
+        asked = pb.AbortRequestRequest(request_id=request_id)
+        return self._stub.AbortRequest(asked, timeout=timeout_s, metadata=self._metadata)
 
 
 class Client:
     """The same, blocking; threads may share it."""
 
-    def __init__(self, address: str, max_resumes: int = MAX_RESUMES) -> None:
+    def __init__(self, address: str, max_resumes: int = MAX_RESUMES, api_key: str | None = None) -> None:
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub: Any = client_pb2_grpc.TandemStub(self._channel)
         self._max_resumes = max_resumes
+        self._metadata = tuple(authorization(api_key).items())
 
     def __enter__(self) -> Self:
         return self
@@ -174,7 +183,7 @@ class Client:
         stream = _begin(prompt, sampling, deadline_s, request_id, self._max_resumes)
         try:
             while not stream.is_over:
-                call = stream.call(self._stub)
+                call = stream.call(self._stub, self._metadata)
                 try:
                     for message in call:
                         if (chunk := stream.take(message)) is not None:
@@ -188,7 +197,7 @@ class Client:
             stream.span.end()
             if not stream.is_over:
                 with contextlib.suppress(grpc.RpcError):
-                    self._stub.AbortRequest(_abort(stream.request_id), timeout=ABORT_TIMEOUT_S)
+                    self._abort(stream.request_id, ABORT_TIMEOUT_S)
 
     def generate(
         self,
@@ -206,17 +215,22 @@ class Client:
     def model(self, deadline_s: float | None = None) -> Model:
         """See AsyncClient.model."""
         try:
-            return to_model(self._stub.GetModel(pb.GetModelRequest(), timeout=deadline_s))
+            asked = pb.GetModelRequest()
+            return to_model(self._stub.GetModel(asked, timeout=deadline_s, metadata=self._metadata))
         except grpc.RpcError as error:
             raise to_error(error) from error
 
     def abort(self, request_id: str, deadline_s: float | None = None) -> bool:
         """See AsyncClient.abort."""
         try:
-            answer = self._stub.AbortRequest(_abort(request_id), timeout=deadline_s)
+            answer = self._abort(request_id, deadline_s)
         except grpc.RpcError as error:
             raise to_error(error) from error
         return bool(answer.was_running)
+
+    def _abort(self, request_id: str, timeout_s: float | None) -> Any:
+        asked = pb.AbortRequestRequest(request_id=request_id)
+        return self._stub.AbortRequest(asked, timeout=timeout_s, metadata=self._metadata)
 
 
 def _begin(
@@ -225,7 +239,3 @@ def _begin(
     """A stream that can be aborted from its first moment: it has an id before the gateway gives it one."""
     request = make_request(prompt, sampling, request_id or secrets.token_hex(10))
     return ResumedStream(request, deadline_s, max_resumes)
-
-
-def _abort(request_id: str) -> pb.AbortRequestRequest:
-    return pb.AbortRequestRequest(request_id=request_id)

@@ -77,6 +77,7 @@ class Sampling:
     prompt_logprobs: int | None = None
     echo: bool | None = None
     priority: int | None = None
+    cache_salt: str | None = None
     structured_outputs: StructuredOutputs | None = None
 
 

@@ -38,12 +38,13 @@ class ResumedStream:
         self._token = ""
         self._num_received = 0
 
-    def call(self, stub: Any) -> Any:
-        """The call that yields what comes next. The first one sends the request."""
+    def call(self, stub: Any, metadata: tuple[tuple[str, str], ...] = ()) -> Any:
+        """The call that yields what comes next. The first one sends the request. `metadata` goes with each."""
         if not self._token:
-            return stub.GenerateStream(self._request, timeout=self._left_s(), metadata=self.span.metadata)
+            metadata += self.span.metadata
+            return stub.GenerateStream(self._request, timeout=self._left_s(), metadata=metadata)
         position = pb.ResumeStreamRequest(resume_token=self._token, offset=self._num_received)
-        return stub.ResumeStream(position, timeout=self._left_s())
+        return stub.ResumeStream(position, timeout=self._left_s(), metadata=metadata)
 
     def take(self, message: pb.GenerateChunk) -> Chunk | None:
         """What a message says to the caller; None when it only opens the stream."""

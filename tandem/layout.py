@@ -43,6 +43,7 @@ class ServePlan:
     disk_cache_bytes: int = 8 << 30
     log_format: str = "text"
     otlp: str | None = None
+    api_keys: str | None = None
 
     def __post_init__(self) -> None:
         counts = (self.num_prefill, self.num_decode)
@@ -96,6 +97,7 @@ def plan_gateway(plan: ServePlan, ready_file: str, cores: Sequence[int]) -> Chil
     command += ("--redis-url", plan.redis_url, "--ready-file", ready_file)
     command += ("--max-queue", str(plan.max_queue_s), "--max-local-tokens", str(plan.max_local_tokens))
     command += ("--routing", plan.routing, "--pull-cost", str(plan.pull_cost_s), *_observing(plan))
+    command += ("--api-keys", plan.api_keys) if plan.api_keys is not None else ()
     command += ("--model-id", plan.model_id) if plan.model_id else ()
     return ChildPlan("gateway", command, tuple(cores), 1)
 

@@ -66,6 +66,11 @@ max_queue_option = click.option(
 )
 
 
+api_keys_option = click.option(
+    "--api-keys", default=None, help="File of `tenant key` lines; clients need such a key then [anybody]."
+)
+
+
 observing_options = together(
     click.option(
         "--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Of the log."

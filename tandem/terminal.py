@@ -7,7 +7,8 @@ import sys
 import click
 import httpx
 
-from core.errors import Unavailable
+from core.errors import Unauthenticated, Unavailable
+from tandem.api_key import VARIABLE, authorization
 from tandem.client import Answer, AsyncClient, Chunk, Message, Prompt, Sampling
 from tandem.client_messages import to_answer
 
@@ -33,7 +34,9 @@ async def flush(url: str) -> None:
     """Raises Unavailable unless every worker was told."""
     try:
         async with httpx.AsyncClient() as http:
-            answer = await http.post(f"{url.rstrip('/')}/flush_cache")
+            answer = await http.post(f"{url.rstrip('/')}/flush_cache", headers=authorization())
+        if answer.status_code == 401:
+            raise Unauthenticated(f"{url}: {answer.json()['error']['message']} (here from {VARIABLE})")
         told, missed = answer.json()["told"], answer.json()["missed"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise Unavailable(f"{url}: {error!r}") from error

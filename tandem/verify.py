@@ -23,6 +23,7 @@ from engine.config import EngineConfig
 from gateway.text.tokenizer import TextTokenizer
 from proto import client_pb2 as pb
 from proto import client_pb2_grpc
+from tandem.api_key import authorization
 from tandem.served import served
 from tandem.verify_prompts import Case, few, make_cases
 from tokenizer.files import load_tokenizer_files
@@ -138,7 +139,7 @@ async def _generate(stub: Any, case: Case) -> list[int]:
         seed=params.seed,
     )
     try:
-        answer = await stub.Generate(request)
+        answer = await stub.Generate(request, metadata=tuple(authorization().items()))
     except grpc.aio.AioRpcError as error:
         raise Unavailable(f"{case.name}: {error.code().name}: {error.details()}") from error
     return list(answer.choices[0].token_ids)

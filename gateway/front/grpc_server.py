@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn
@@ -20,6 +20,7 @@ from core.errors import (
     ModelNotFound,
     StreamNotFound,
     TandemError,
+    Unauthenticated,
     Unavailable,
 )
 from gateway.answer import Answer
@@ -37,6 +38,7 @@ from proto import client_pb2 as pb
 from proto import convert
 
 HealthServicer = Any  # grpc_health has no types
+Behaviour = Callable[[bytes, Any], Awaitable[Any]]
 MAX_MESSAGE_BYTES = 16 << 20
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -53,6 +55,7 @@ _STATUS = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     ModelNotFound: grpc.StatusCode.NOT_FOUND,
     StreamNotFound: grpc.StatusCode.NOT_FOUND,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     Busy: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -61,8 +64,8 @@ _STATUS = {
 
 
 class GrpcFront:
-    """The handlers. Requests come as bytes: those to generate may take long to look at, and what is none is a mistake
-    of the client's."""
+    """The handlers, each told which tenant calls. Requests come as bytes: those to generate may take long to look at,
+    and what is none is a mistake of the client's."""
 
     def __init__(self, serving: Serving, bodies: BodyParser, stall_limit_s: float) -> None:
         self._serving = serving
@@ -72,15 +75,27 @@ class GrpcFront:
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         return {
-            "Generate": _handler(self.Generate),
-            "GenerateStream": _handler(self.GenerateStream, is_stream=True),
-            "ResumeStream": _handler(self.ResumeStream, is_stream=True),
-            "AbortRequest": _handler(self.AbortRequest),
-            "GetModel": _handler(self.GetModel),
+            "Generate": _handler(self._keyed(self.Generate)),
+            "GenerateStream": _handler(self._keyed(self.GenerateStream), is_stream=True),
+            "ResumeStream": _handler(self._keyed(self.ResumeStream), is_stream=True),
+            "AbortRequest": _handler(self._keyed(self.AbortRequest)),
+            "GetModel": _handler(self._keyed(self.GetModel)),
         }
 
-    async def Generate(self, request: bytes, context: Any) -> pb.GenerateResponse:
-        arrival = _arrival(context)
+    def _keyed(self, behaviour: Callable[[bytes, Any, str], Awaitable[Any]]) -> Behaviour:
+        """`behaviour`, for calls with a key only, told whose it is."""
+
+        async def keyed(request: bytes, context: Any) -> Any:
+            try:
+                tenant = self._serving.tenant(_metadata(context).get("authorization", ""))
+            except TandemError as error:
+                await _abort(context, error)
+            return await behaviour(request, context, tenant)
+
+        return keyed
+
+    async def Generate(self, request: bytes, context: Any, tenant: str) -> pb.GenerateResponse:
+        arrival = _arrival(context, tenant)
         try:
             ask = (await self._parse(request, is_stream=False)).ask
             answer = await self._serving.prepare(ask, arrival)
@@ -97,23 +112,22 @@ class GrpcFront:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         return response
 
-    async def GenerateStream(self, request: bytes, context: Any) -> None:
-        arrival = _arrival(context)
+    async def GenerateStream(self, request: bytes, context: Any, tenant: str) -> None:
+        arrival = _arrival(context, tenant)
         try:
             asked = await self._parse(request, is_stream=True)
             ask = asked.ask
             answer = await self._serving.prepare(ask, arrival)
             make_messages = partial(_messages, answer, ask)
-            await self._send(
-                context, self._held.hold(make_messages) if asked.is_resumable else make_messages()
-            )
+            is_held = asked.is_resumable
+            await self._send(context, self._held.hold(make_messages, tenant) if is_held else make_messages())
         except TandemError as error:
             await _abort(context, error)
 
-    async def ResumeStream(self, request: bytes, context: Any) -> None:
+    async def ResumeStream(self, request: bytes, context: Any, tenant: str) -> None:
         try:
             asked = read_message(pb.ResumeStreamRequest, request)
-            await self._send(context, self._held.resume(asked.resume_token, asked.offset))
+            await self._send(context, self._held.resume(asked.resume_token, asked.offset, tenant))
         except TandemError as error:
             await _abort(context, error)
 
@@ -144,14 +158,15 @@ class GrpcFront:
         except TimeoutError:
             raise DeadlineExceeded(f"nothing was taken for {self._stall_limit_s:g} s") from None
 
-    async def AbortRequest(self, request: bytes, context: Any) -> pb.AbortRequestResponse:
+    async def AbortRequest(self, request: bytes, context: Any, tenant: str) -> pb.AbortRequestResponse:
         try:
             asked = read_message(pb.AbortRequestRequest, request)
         except TandemError as error:
             await _abort(context, error)
-        return pb.AbortRequestResponse(was_running=self._serving.orchestrator.abort(asked.request_id))
+        was_running = self._serving.orchestrator.abort(asked.request_id, tenant)
+        return pb.AbortRequestResponse(was_running=was_running)
 
-    async def GetModel(self, request: bytes, context: Any) -> pb.GetModelResponse:
+    async def GetModel(self, request: bytes, context: Any, tenant: str) -> pb.GetModelResponse:
         try:
             read_message(pb.GetModelRequest, request)
             context_len = self._serving.context_len
@@ -165,10 +180,14 @@ class GrpcFront:
         )
 
 
-def _arrival(context: Any) -> Arrival:
+def _arrival(context: Any, tenant: str) -> Arrival:
     """Now."""
-    metadata = dict(context.invocation_metadata() or ())
-    return Arrival(allowed_s=context.time_remaining(), trace_parent=metadata.get(HEADER, ""))
+    trace_parent = _metadata(context).get(HEADER, "")
+    return Arrival(allowed_s=context.time_remaining(), trace_parent=trace_parent, tenant=tenant)
+
+
+def _metadata(context: Any) -> dict[str, str]:
+    return dict(context.invocation_metadata() or ())
 
 
 async def _messages(
@@ -260,7 +279,7 @@ async def _abort(context: Any, error: TandemError) -> NoReturn:
     raise AssertionError("abort() raises")
 
 
-def _handler(behaviour: Callable[..., Any], is_stream: bool = False) -> grpc.RpcMethodHandler:
+def _handler(behaviour: Behaviour, is_stream: bool = False) -> grpc.RpcMethodHandler:
     make = grpc.unary_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
     return make(behaviour, response_serializer=lambda message: message.SerializeToString())
 

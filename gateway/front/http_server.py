@@ -13,7 +13,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from cluster.tracing import HEADER
-from core.errors import Busy, Cancelled, EngineFailed, InvalidRequest, TandemError, Unavailable
+from core.errors import (
+    Busy,
+    Cancelled,
+    EngineFailed,
+    InvalidRequest,
+    TandemError,
+    Unauthenticated,
+    Unavailable,
+)
 from gateway.answer import Answer
 from gateway.ask import Arrival
 from gateway.front.body_parser import BodyParser
@@ -33,6 +41,7 @@ TIMING_HEADER = "x-tandem-timing"
 REQUEST_ID_HEADER = "x-request-id"
 ALSO_A_PAGE = {"vary": "accept", "cache-control": "no-store"}
 Result = TypeVar("Result")
+Handler = Callable[[Request], Awaitable[Response]]
 RETRY_AFTER_S = 1
 CLIENT_GONE = 499
 BODY_TIMEOUT_S = 30.0
@@ -48,25 +57,41 @@ class HttpFront:
         self._cluster_page = page("cluster.html")
         self.app = Starlette(
             routes=[
-                Route("/v1/models", self.models),
-                Route("/v1/models/{model:path}", self.model),
-                Route("/v1/completions", self.completions, methods=["POST"]),
-                Route("/v1/chat/completions", self.chat, methods=["POST"]),
-                Route("/v1/responses", self.responses, methods=["POST"]),
-                Route("/v1/tokenize", self.tokenize, methods=["POST"]),
-                Route("/tokenize", self.tokenize, methods=["POST"]),
-                Route("/v1/detokenize", self.detokenize, methods=["POST"]),
-                Route("/detokenize", self.detokenize, methods=["POST"]),
-                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+                *self._keyed_routes(),
                 Route("/health", self.health),
                 Route("/ready", self.ready),
                 Route("/metrics", self.metrics),
                 Route("/cluster", self.cluster),
-                Route("/flush_cache", self.flush_cache, methods=["POST"]),
                 *page_routes(),
             ],
             exception_handlers={TandemError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
         )
+
+    def _keyed_routes(self) -> list[Route]:
+        """All but what operators and their tools look at, which has nothing of what requests contain."""
+        keyed = self._keyed
+        return [
+            Route("/v1/models", keyed(self.models)),
+            Route("/v1/models/{model:path}", keyed(self.model)),
+            Route("/v1/completions", keyed(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", keyed(self.chat), methods=["POST"]),
+            Route("/v1/responses", keyed(self.responses), methods=["POST"]),
+            Route("/v1/tokenize", keyed(self.tokenize), methods=["POST"]),
+            Route("/tokenize", keyed(self.tokenize), methods=["POST"]),
+            Route("/v1/detokenize", keyed(self.detokenize), methods=["POST"]),
+            Route("/detokenize", keyed(self.detokenize), methods=["POST"]),
+            Route("/v1/embeddings", keyed(self.embeddings), methods=["POST"]),
+            Route("/flush_cache", keyed(self.flush_cache), methods=["POST"]),
+        ]
+
+    def _keyed(self, handler: Handler) -> Handler:
+        """`handler`, for requests with a key only; refused are others before their body is read."""
+
+        async def keyed(request: Request) -> Response:
+            request.state.tenant = self._serving.tenant(request.headers.get("authorization", ""))
+            return await handler(request)
+
+        return keyed
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, "completion", CompletionShape)
@@ -235,7 +260,7 @@ async def _stream(request: Request, answer: Answer, headers: dict[str, str], mak
 
 def _arrival(request: Request) -> Arrival:
     """Now."""
-    return Arrival(trace_parent=request.headers.get(HEADER, ""))
+    return Arrival(trace_parent=request.headers.get(HEADER, ""), tenant=request.state.tenant)
 
 
 def _after(request: Request) -> int:
@@ -257,6 +282,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
     headers = {}
     if isinstance(error, Busy | Unavailable) or error.retryable:
         headers["retry-after"] = str(round(getattr(error, "retry_after_s", RETRY_AFTER_S)) or RETRY_AFTER_S)
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     return JSONResponse(error_object(error), http_status(error), headers=headers)
 
 

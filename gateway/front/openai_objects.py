@@ -13,6 +13,7 @@ from core.errors import (
     InvalidRequest,
     ModelNotFound,
     TandemError,
+    Unauthenticated,
     Unavailable,
 )
 from gateway.answer import Answer, Usage
@@ -117,7 +118,7 @@ def usage_object(usage: Usage) -> Json:
 
 
 def error_object(error: TandemError) -> Json:
-    is_theirs = isinstance(error, InvalidRequest | ModelNotFound)
+    is_theirs = isinstance(error, InvalidRequest | ModelNotFound | Unauthenticated)
     return {
         "error": {
             "message": str(error)[:MAX_MESSAGE_LEN],
@@ -134,6 +135,8 @@ def http_status(error: TandemError) -> int:
             return 404
         case InvalidRequest():
             return 400
+        case Unauthenticated():
+            return 401
         case Busy():
             return 429
         case DeadlineExceeded():

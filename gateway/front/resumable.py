@@ -43,23 +43,25 @@ class ResumableStreams(Generic[Chunk]):
             raise Busy(f"{self._max_streams} resumable streams are held")
         self._forget(ended)
 
-    def hold(self, make_source: Callable[[str], AsyncGenerator[Chunk, None]]) -> AsyncGenerator[Chunk, None]:
+    def hold(
+        self, make_source: Callable[[str], AsyncGenerator[Chunk, None]], owner: str = ""
+    ) -> AsyncGenerator[Chunk, None]:
         """Begin the stream `make_source(token)` and read it from its start. The source is iterated by a task of its
-        own, and closed when the stream had no reader for `grace_s`. Raises Busy."""
+        own, and closed when the stream had no reader for `grace_s`. Only its `owner` can resume it. Raises Busy."""
         self.check_room()
         token = secrets.token_urlsafe(TOKEN_BYTES)
-        stream = self._streams[token] = _HeldStream(make_source(token))
+        stream = self._streams[token] = _HeldStream(make_source(token), owner)
         self._pumps.add(stream.pump)
         stream.pump.add_done_callback(self._pumps.discard)
         self._expire_later(token)
-        return self.resume(token, 0)
+        return self.resume(token, 0, owner)
 
-    async def resume(self, token: str, offset: int) -> AsyncGenerator[Chunk, None]:
+    async def resume(self, token: str, offset: int, owner: str = "") -> AsyncGenerator[Chunk, None]:
         """The stream's chunks from the `offset`th on, as they come. Ends as the stream ended, with its error if any.
-        Raises StreamNotFound for a token that is unknown or expired, InvalidRequest for an offset beyond what
-        there is, Cancelled when another reader takes over."""
+        Raises StreamNotFound for a token that is unknown, expired or of another owner, InvalidRequest for an offset
+        beyond what there is, Cancelled when another reader takes over."""
         stream = self._streams.get(token)
-        if stream is None:
+        if stream is None or stream.owner != owner:
             raise StreamNotFound("no stream is held under this token")
         stream.check(offset)
         turn = stream.take_over()
@@ -85,7 +87,8 @@ class ResumableStreams(Generic[Chunk]):
 class _HeldStream(Generic[Chunk]):
     """One stream's chunks so far, and whose turn it is to read them. `expiry` is set while nobody does."""
 
-    def __init__(self, source: AsyncGenerator[Chunk, None]) -> None:
+    def __init__(self, source: AsyncGenerator[Chunk, None], owner: str) -> None:
+        self.owner = owner
         self.expiry: asyncio.TimerHandle | None = None
         self._chunks: list[Chunk] = []
         self._error: TandemError | None = EngineFailed("internal error")  # until it has ended some other way

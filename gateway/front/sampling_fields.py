@@ -16,6 +16,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_BIASED = 1024
 MAX_BIAS = 100.0
 MAX_ALLOWED = 1 << 16
+MAX_CACHE_SALT_LEN = 256
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LEN)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -51,6 +52,7 @@ class SamplingFields(Body):
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_LEN)] | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -114,6 +116,7 @@ class SamplingFields(Body):
             wants_logprobs=num_logprobs is not None,
             echoes=echoes,
             client_request_id=client_request_id,
+            cache_salt=self.cache_salt or "",
         )
         _check_together(ask, is_stream)
         return ask

@@ -28,6 +28,7 @@ def start_prefill(
         deadline_s=max(deadline_s, 0.0),
         takes_over=takes_over,
         trace_parent=request.trace_parent,
+        cache_salt=request.cache_salt,
     )
     return pb.PrefillCommand(start=start)
 
@@ -66,6 +67,7 @@ def reserve_decode(
         credit=credit,
         is_local=is_local,
         trace_parent=request.trace_parent,
+        cache_salt=request.cache_salt,
     )
     return pb.DecodeCommand(reserve=reserve)
 

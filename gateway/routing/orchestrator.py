@@ -99,12 +99,14 @@ class Orchestrator:
             tables[Role.PREFILL], tables[Role.DECODE], num_tokens, num_waiting_blocks, num_live
         )
 
-    def abort(self, request_id: str) -> bool:
-        """End a request, all its choices, by its own id or its client's. False when no such request runs here."""
+    def abort(self, request_id: str, tenant: str = "") -> bool:
+        """End a request of that tenant, all its choices, by its own id or its client's. False when the tenant has no
+        such request running here."""
         found = [
             live
             for live in self.live.values()
             if request_id
+            and live.request.tenant == tenant
             and request_id in (live.answer_id, live.request.request_id, live.request.client_request_id)
         ]
         for live in found:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.block_hash import HASH_BLOCK_TOKENS, HASH_BYTES, hash_block, hash_chain
+from core.block_hash import HASH_BLOCK_TOKENS, HASH_BYTES, MAX_SALT_BYTES, cache_salt, hash_block, hash_chain
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 TEXT = st.text(max_size=6)
@@ -42,6 +42,36 @@ def test_five_thousand_salts_and_as_many_adapters_give_as_many_hashes():
     adapted = {hash_block(b"", ids, "model", adapter=str(number)) for number in range(5000)}
     models = {hash_block(b"", ids, str(number)) for number in range(5000)}
     assert len(salted | adapted | models) == 15_000
+
+
+@given(st.tuples(TEXT, TEXT), st.tuples(TEXT, TEXT))
+def test_different_tenants_and_salts_never_share_a_block(one, other):
+    keys = [hash_block(b"", range(16), "model", salt=cache_salt(*pair)) for pair in (one, other)]
+    assert (keys[0] == keys[1]) == (one == other)
+
+
+def test_five_thousand_pairs_of_tenant_and_salt_give_as_many_hashes_of_one_block():
+    pairs = {(f"{number // 50}", f"{number % 50}") for number in range(4800)}
+    pairs |= {("", str(number)) for number in range(100)} | {(str(number), "") for number in range(96, 196)}
+    assert len(pairs) == 5000
+    assert len({hash_block(b"", range(16), "model", salt=cache_salt(*pair)) for pair in pairs}) == 5000
+
+
+def test_characters_cannot_move_from_the_tenant_into_its_salt():
+    spellings = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc"), ("é", "c"), ("e", "\u0301c")]
+    assert len({cache_salt(*pair) for pair in spellings}) == len(spellings)
+
+
+def test_without_tenant_and_salt_there_is_none_and_any_other_can_be_hashed_with():
+    assert cache_salt("", "") == b""
+    assert hash_chain(range(32), "model", salt=b"") == hash_chain(range(32), "model")
+    assert all(0 < len(cache_salt(*pair)) <= MAX_SALT_BYTES for pair in (("a" * 999, "b" * 999), ("", "b")))
+
+
+def test_every_hash_of_a_chain_is_salted():
+    ids = list(range(16 * 4))
+    pairs = zip(hash_chain(ids, "model", salt=b"a"), hash_chain(ids, "model", salt=b"b"), strict=True)
+    assert all(one != other for one, other in pairs)
 
 
 def test_the_trick_that_collides_polynomial_hashes_does_not_collide():

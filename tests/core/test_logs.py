@@ -57,6 +57,19 @@ def test_json_is_one_object_a_line_whatever_is_in_it(logger):
     assert first["time"].endswith("+00:00")
 
 
+async def test_lines_of_a_tenants_request_name_the_tenant(logger):
+    lines = lines_of(logger, TextFormatter(TEXT))
+
+    async def serve(tenant: str) -> None:
+        serve_request("one", tenant)
+        logger.info("ended", extra=about("one", outcome="stop"))
+
+    await asyncio.create_task(serve("research"))
+    await asyncio.create_task(serve(""))
+    assert lines[0].endswith("ended request_id=one tenant=research outcome=stop")
+    assert lines[1].endswith("ended request_id=one outcome=stop")
+
+
 async def test_lines_of_the_task_that_serves_a_request_and_of_those_it_starts_have_its_id(logger):
     lines = lines_of(logger, JsonFormatter("gateway"))
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from core.block_hash import hash_chain
@@ -47,6 +48,18 @@ def test_nothing_is_decoded_before_the_seal_is_verified():
     assert rig.step() == []
     assert rig.pool.counts[BlockState.IN_FLIGHT] == 3
     assert rig.tier.engine.scheduler.num_free_places == 3
+
+
+def test_what_is_cached_under_another_salt_is_sent():
+    rig, cached = Rig(), []
+    for number, salt in enumerate((b"a", b"b", b"", b"a", b"b", b"")):
+        command = msgspec.structs.replace(reserve(number, range(48)), cache_salt=salt)
+        reserved = rig.reserve(command)
+        cached.append(reserved.num_cached_tokens)
+        assert reserved.chain_hash == hash_chain(range(48), "model", salt=salt)[-1]
+        rig.activate(command, reserved)
+        rig.run()
+    assert cached == [0, 0, 0, 48, 48, 48]
 
 
 def test_what_is_cached_need_not_be_sent():

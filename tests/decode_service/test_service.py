@@ -106,7 +106,9 @@ def id_of(number: int) -> HandoffId:
     return HandoffId(RequestId(f"r{number}"), 1)
 
 
-def reserve(number: int, is_local: bool = False, epoch: int = RECORD.epoch) -> dict[str, Any]:
+def reserve(
+    number: int, is_local: bool = False, epoch: int = RECORD.epoch, cache_salt: bytes = b""
+) -> dict[str, Any]:
     return {
         "reserve": pb.DecodeReserve(
             handoff_id=convert.handoff_id_to_proto(id_of(number)),
@@ -116,6 +118,7 @@ def reserve(number: int, is_local: bool = False, epoch: int = RECORD.epoch) -> d
             deadline_s=60,
             credit=100,
             is_local=is_local,
+            cache_salt=cache_salt,
         )
     }
 
@@ -163,6 +166,17 @@ async def test_commands_for_what_is_not_there_are_answered_or_harmless(rig):
     assert (await rig.take("failed")).error.code == ErrorCode.STALE
     rig.send(**abort(5))
     assert (await rig.take("aborted")).is_quiet
+    assert rig.is_idle()
+
+
+async def test_a_salt_that_is_too_long_is_refused_and_the_longest_is_not(rig):
+    rig.send(**reserve(1, cache_salt=b"x" * 65))
+    error = (await rig.take("failed")).error
+    assert (error.code, error.field) == (ErrorCode.INVALID, "cache_salt")
+    rig.send(**reserve(2, cache_salt=b"x" * 64))
+    await rig.take("granted")
+    rig.send(**abort(2))
+    await rig.take("aborted")
     assert rig.is_idle()
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from gateway.metrics import GatewayMetrics
 from gateway.routing.orchestrator import Orchestrator
-from gateway.serving import Serving
+from gateway.serving import NO_TENANTS, Serving
+from gateway.tenants import Tenants
 from gateway.text.grammar_checker import GrammarChecker
 from proto import convert
 from proto import session_pb2 as pb
@@ -17,12 +18,14 @@ from tests.gateway.peers import Rig, Worker
 class Served:
     """A front's view of the rig, with the worker's events for one handoff at a time."""
 
-    def __init__(self, rig: Rig, tokenizer: Any, model: Path) -> None:
+    def __init__(self, rig: Rig, tokenizer: Any, model: Path, tenants: Tenants = NO_TENANTS) -> None:
         self.rig = rig
         self.metrics = GatewayMetrics(list)
         orchestrator = Orchestrator(rig.fleet, rig.prefixes, rig.rows, self.metrics)
         self.grammars = GrammarChecker(model)
-        self.serving = Serving("m", tokenizer, rig.fleet, orchestrator, self.metrics, self.grammars, 60.0)
+        self.serving = Serving(
+            "m", tokenizer, rig.fleet, orchestrator, self.metrics, self.grammars, 60.0, tenants=tenants
+        )
 
     def outcomes(self) -> dict[str, float]:
         samples = self.metrics.requests.collect()[0].samples

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from core.block_hash import cache_salt, hash_chain
 from core.errors import (
     EngineFailed,
     InvalidRequest,
@@ -16,7 +17,7 @@ from core.errors import (
 )
 from core.sampling import SamplingParams
 from gateway.answer import MAX_AT_ONCE, Answer
-from gateway.ask import Ask, Prompt, TextOptions
+from gateway.ask import Arrival, Ask, Prompt, TextOptions
 from gateway.routing.fleet import Fleet
 from gateway.routing.orchestrator import MAX_ATTEMPTS
 from gateway.serving import MAX_PROMPT_SCORES
@@ -199,6 +200,44 @@ async def test_an_abort_by_either_id_ends_the_request(served):
         assert not orchestrator.abort("mine")
         prefill = next(w for w in served.rig.prefill if w.record.worker_id == start.worker.worker_id)
         await prefill.take("abort")
+
+
+async def test_a_request_of_another_tenant_cannot_be_aborted(served):
+    arrival = Arrival(tenant="a")
+    ask = Ask("m", (Prompt("prompt", text="x"),), 8, client_request_id="mine")
+    generation = await served.serving.prepare(ask, arrival)
+    chunks = collect(generation)
+    start = await served.start()
+    orchestrator = served.serving.orchestrator
+    for tenant in ("b", ""):
+        assert not orchestrator.abort("mine", tenant)
+        assert not orchestrator.abort(generation.request_id, tenant)
+    assert orchestrator.abort("mine", "a")
+    with pytest.raises(TandemError, match="aborted"):
+        await chunks
+    prefill = next(w for w in served.rig.prefill if w.record.worker_id == start.worker.worker_id)
+    await prefill.take("abort")
+
+
+async def test_every_choice_and_attempt_has_the_salt_of_its_tenant_and_request(served):
+    """Whether it is computed, reserved, or computed anew after a worker's failure."""
+    ask = Ask("m", (Prompt("prompt", text="hello" * 20),), 8, GREEDY, n=2, best_of=2, cache_salt="s")
+    expected = cache_salt("a", "s")
+    whole = asyncio.create_task((await served.serving.prepare(ask, Arrival(tenant="a"))).whole())
+    prefill, failed = await next_of(served.rig.prefill, "start")
+    for live in served.serving.orchestrator.live.values():
+        assert live.request.chain == tuple(hash_chain(live.request.prompt_ids, "m", salt=expected))
+    error = convert.error_to_proto(WorkerLost("gone"))
+    prefill.emit(failed=pb.Failed(handoff_id=failed.handoff_id, error=error))
+    salts = [failed.cache_salt]
+    for token in "ab":
+        prefill, start = await next_of(served.rig.prefill, "start")
+        prefill.emit(started=pb.PrefillStarted(handoff_id=start.handoff_id))
+        _, reserve = await next_of(served.rig.decode, "reserve")
+        salts += [start.cache_salt, reserve.cache_salt]
+        emit_only_token(prefill, start, token)
+    await whole
+    assert salts == [expected] * 5
 
 
 async def test_an_abort_ends_the_choices_that_outlive_the_first(served):

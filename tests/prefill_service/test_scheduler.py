@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,6 +118,19 @@ def test_a_prompt_is_announced_computed_in_chunks_and_ends_with_its_first_token(
     assert token.token_id == expected_outputs(range(50), SamplingParams(1, 0.0), CONTEXT)[0]
     assert (token.choice, token.position, token.is_finished, first.finish_reasons) == (0, 0, False, [""])
     assert first.chain_hash == hash_chain(range(50), "model")[-1]
+
+
+def test_prompts_of_another_salt_find_nothing_cached():
+    rig, prompt = Rig(), range(50)
+    cached = []
+    for number, salt in enumerate((b"a", b"b", b"", b"a", b"b", b"")):
+        command = start(number, prompt)
+        rig.do(msgspec.structs.replace(command, cache_salt=salt))
+        started, *_, first = rig.run()
+        cached.append(started.num_cached_tokens)
+        assert first.chain_hash == hash_chain(prompt, "model", salt=salt)[-1]
+        rig.do(Release(id_of(number)))
+    assert cached == [0, 0, 0, 48, 48, 48]
 
 
 def test_started_comes_before_the_step_computes():

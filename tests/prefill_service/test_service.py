@@ -239,6 +239,18 @@ async def test_an_abort_may_come_before_the_start(rig):
         assert await rig.is_idle()
 
 
+async def test_a_salt_that_is_too_long_is_refused(rig):
+    async with session(rig) as gateway:
+        gateway.send(**start(cache_salt=b"x" * 65))
+        error = (await gateway.until("failed")).error
+        assert (error.code, error.field) == (ErrorCode.INVALID, "cache_salt")
+        gateway.send(**start(cache_salt=b"x" * 64))
+        await gateway.until("started")
+        gateway.send(**ABORT)
+        await gateway.until("aborted")
+        await eventually(rig.is_idle)
+
+
 async def test_another_incarnations_commands_are_refused(rig):
     async with session(rig) as gateway:
         gateway.send(**start(epoch=8))

@@ -17,6 +17,7 @@ from core.errors import (
     InvalidRequest,
     StreamNotFound,
     TandemError,
+    Unauthenticated,
     Unavailable,
 )
 from proto import client_pb2 as pb
@@ -53,6 +54,10 @@ class Gateway(client_pb2_grpc.TandemServicer):
     requests: list[Any] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     address: str = ""
+    keys: list[str] = field(default_factory=list)
+
+    def _note_key(self, context: Any) -> None:
+        self.keys.append(dict(context.invocation_metadata()).get("authorization", ""))
 
     async def GenerateStream(self, request: Any, context: Any) -> None:
         await self._play(request, context, 0)
@@ -61,6 +66,7 @@ class Gateway(client_pb2_grpc.TandemServicer):
         await self._play(request, context, request.offset)
 
     async def _play(self, request: Any, context: Any, offset: int) -> None:
+        self._note_key(context)
         number = len(self.requests)
         self.requests.append(request)
         end = offset + self.breaks[number] if number < len(self.breaks) else len(self.chunks)
@@ -74,10 +80,12 @@ class Gateway(client_pb2_grpc.TandemServicer):
             await asyncio.sleep(LIMIT_S)
 
     async def AbortRequest(self, request: Any, context: Any) -> pb.AbortRequestResponse:
+        self._note_key(context)
         self.aborted.append(request.request_id)
         return pb.AbortRequestResponse(was_running=request.request_id == "r")
 
     async def GetModel(self, request: Any, context: Any) -> pb.GetModelResponse:
+        self._note_key(context)
         return pb.GetModelResponse(model="m", fingerprint="f", context_len=64, vocab_size=300)
 
 
@@ -128,6 +136,44 @@ async def test_a_stream_comes_as_typed_chunks_and_the_last_has_the_figures(gatew
     assert chunks[-1].usage.num_prompt_tokens == 3
     assert chunks[-1].timing.total_s == 1.5
     assert chunks[-1].timing.causes == ("worker_lost",)
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "sent"),
+    [
+        (None, None, ""),
+        (None, "of-all", "Bearer of-all"),
+        ("mine", "of-all", "Bearer mine"),
+        ("", "of-all", ""),
+        ("mine", None, "Bearer mine"),
+    ],
+)
+async def test_a_key_goes_with_every_call(gateway, monkeypatch, given, environment, sent):
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("TANDEM_API_KEY", environment)
+
+    def ask_all() -> None:
+        with Client(gateway.address, api_key=given) as client:
+            client.generate("hello")
+            client.model()
+            client.abort("r")
+
+    gateway.breaks = (2,)
+    await asyncio.to_thread(ask_all)
+    gateway.requests.clear()
+    async with AsyncClient(gateway.address, api_key=given) as client:
+        await client.generate("hello")
+        await client.model()
+        await client.abort("r")
+    assert gateway.keys == [sent] * 8, "each stream was resumed once"
+
+
+async def test_an_unknown_key_is_a_typed_error(gateway, ask):
+    trailing = (("tandem-code", "invalid_api_key"), ("tandem-field", ""))
+    gateway.chunks, gateway.error = [], (grpc.StatusCode.UNAUTHENTICATED, "no such key", trailing)
+    with pytest.raises(Unauthenticated, match="no such key"):
+        await ask(gateway.address, "stream", "hello")
 
 
 async def test_an_answer_is_the_stream_put_together(gateway, ask):
@@ -256,7 +302,7 @@ async def test_a_stream_that_was_read_to_its_end_is_not_aborted(gateway, ask):
 
 def test_every_field_of_sampling_is_sent_and_none_that_was_not_given():
     values = {"stop": ("a", "b"), "bad_words": ("x",), "logit_bias": {4: 1.5}}
-    ids = {"stop_token_ids": (1, 2), "allowed_token_ids": (3,)}
+    ids = {"stop_token_ids": (1, 2), "allowed_token_ids": (3,), "cache_salt": "mine"}
     flags = dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "echo"), True)
     form = {"structured_outputs": StructuredOutputs(choice=("yes", "no"))}
     given = {**values, **ids, **flags, **form}

@@ -84,6 +84,10 @@ def test_the_gateway_knows_where_to_listen_and_what_to_write():
         "/tmp/ready",
     )
     assert gateway.cores == (0, 1)
+    assert "--api-keys" not in gateway.command
+    keyed = replace(PLAN, api_keys="keys.txt")
+    assert options(plan_gateway(keyed, "/tmp/ready", [0]).command)["--api-keys"] == "keys.txt"
+    assert all("--api-keys" not in worker.command for worker in plan_workers(keyed, [0]))
 
 
 def test_no_borrowing_on_request_nor_where_there_is_nothing_to_borrow():

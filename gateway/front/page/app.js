@@ -1,6 +1,6 @@
 // The playground: sends the conversation, shows the answer as it comes.
 import { Answer, drawQuestion } from "./conversation.js";
-import { readSettings, withSystemPrompt } from "./settings.js";
+import { authorization, readSettings, withSystemPrompt } from "./settings.js";
 import { model, watchStatus } from "./status.js";
 import { streamChat } from "./stream.js";
 
@@ -22,7 +22,7 @@ async function ask(text) {
   const showSoon = oncePerFrame(() => keepingEnd(() => answer.show()));
   begin(controller, drawQuestion(text), answer.element);
   try {
-    for await (const event of streamChat(request, controller.signal)) {
+    for await (const event of streamChat(request, controller.signal, authorization(settings))) {
       answer.take(event);
       showSoon();
     }
@@ -122,4 +122,4 @@ message.addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") abort();
 });
-watchStatus();
+watchStatus(() => authorization(settings));

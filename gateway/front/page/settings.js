@@ -12,6 +12,12 @@ export function readSettings(form) {
   return fields;
 }
 
+/** The headers that the key in the form asks for. */
+export function authorization(form) {
+  const key = form.elements.api_key.value.trim();
+  return key ? { authorization: `Bearer ${key}` } : {};
+}
+
 /** The conversation so far as the server wants it. */
 export function withSystemPrompt(form, messages) {
   const content = form.elements.system.value;

@@ -8,17 +8,20 @@ const status = document.getElementById("status");
 /** The model's id, once the server has told it. */
 export let model = "";
 
-export function watchStatus() {
-  refresh();
-  setInterval(() => document.hidden || refresh(), EVERY_MS);
-  document.addEventListener("visibilitychange", () => document.hidden || refresh());
+/** `authorize()` are the headers that the server may want, as they are at the moment. */
+export function watchStatus(authorize) {
+  refresh(authorize);
+  setInterval(() => document.hidden || refresh(authorize), EVERY_MS);
+  document.addEventListener("visibilitychange", () => document.hidden || refresh(authorize));
 }
 
-async function refresh() {
+async function refresh(authorize) {
   try {
+    const models = await fetch("v1/models", { headers: authorize() });
+    if (models.status === 401) return show("waiting", "an API key is needed: see Settings");
+    showModel(await models.json());
     const isReady = (await fetch("ready")).ok;
     show(isReady ? "ready" : "waiting", isReady ? await countWorkers() : "not ready");
-    await showModel();
   } catch {
     show("lost", "no answer");
   }
@@ -35,8 +38,7 @@ async function countWorkers() {
   return `ready: ${count("prefill")} prefill, ${count("decode")} decode`;
 }
 
-async function showModel() {
-  const [first] = (await getJson("v1/models")).data;
+function showModel({ data: [first] }) {
   model = first.id;
   modelName.textContent = first.id;
   context.textContent = first.max_model_len ? `${first.max_model_len} tokens` : "";

@@ -10,9 +10,9 @@ export class RequestError extends Error {
 }
 
 /** The events of a chat completion as objects, until the server says that it is done. Throws RequestError for whatever
- * ends it otherwise, and what fetch throws when `signal` aborts it. */
-export async function* streamChat(request, signal) {
-  const response = await post("v1/chat/completions", request, signal);
+ * ends it otherwise, and what fetch throws when `signal` aborts it. `authorization` are more headers. */
+export async function* streamChat(request, signal, authorization = {}) {
+  const response = await post("v1/chat/completions", request, signal, authorization);
   for await (const data of readEvents(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
@@ -50,8 +50,8 @@ async function* chunksOf(body) {
   }
 }
 
-async function post(path, request, signal) {
-  const headers = { "content-type": "application/json", "x-tandem-timing": "1" };
+async function post(path, request, signal, authorization) {
+  const headers = { "content-type": "application/json", "x-tandem-timing": "1", ...authorization };
   const body = JSON.stringify({ ...request, stream: true, stream_options: { include_usage: true } });
   const response = await fetch(path, { method: "POST", headers, body, signal });
   if (!response.ok) throw toError(await errorOf(response));

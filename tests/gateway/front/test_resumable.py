@@ -56,6 +56,20 @@ async def test_a_reader_gets_every_chunk_as_it_comes():
     assert await rest(reader) == [1, 2]
 
 
+async def test_another_owner_learns_no_more_of_a_stream_than_of_one_that_never_was():
+    streams, source = ResumableStreams[int](), Source(2)
+    reader = streams.hold(source.chunks, "mine")
+    source.release(2)
+    assert await take(reader, 1) == [0]
+    told = []
+    for token, owner in ((source.token, "yours"), (source.token, ""), ("none", "mine")):
+        with pytest.raises(StreamNotFound) as caught:
+            await rest(streams.resume(token, 0, owner))
+        told.append(str(caught.value))
+    assert len(set(told)) == 1
+    assert await rest(streams.resume(source.token, 1, "mine")) == [1], "nobody took it over"
+
+
 @pytest.mark.parametrize("offset", range(6))
 async def test_what_was_received_is_not_repeated_and_the_rest_not_lost(offset):
     streams, source = ResumableStreams[int](), Source(5)
