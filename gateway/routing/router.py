@@ -240,7 +240,7 @@ def _plan_pull(tables: Tables, target: WorkerRecord, asked: RoutedPrompt) -> Pul
         t.by_epoch[target.epoch] for t in tables.values() if target.epoch in t.by_epoch
     ).load.tokens_per_s
     move_s = asked.pull_cost_s + gain * spec.token_bytes / _bytes_per_s(source)
-    is_worth = gain > 0 and (not rate or gain / rate > move_s)
+    is_worth = gain > 0 and (gain / rate if rate else FAR) > move_s
     return Pull(source.record, num_tokens) if is_worth else None
 
 

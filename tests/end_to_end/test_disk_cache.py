@@ -56,11 +56,11 @@ async def wait_saved(cluster: LocalCluster, num_blocks: float) -> None:
             await asyncio.sleep(0.05)
 
 
-async def saved(cluster: LocalCluster, client: Client) -> tuple[list[int], Answer]:
+async def saved(cluster: LocalCluster, client: Client, **options: str) -> tuple[list[int], Answer]:
     """A prompt that was computed, once its blocks are on disk."""
     before = await on_disk(cluster)
     prompt = tokens(NUM_BLOCKS * BLOCK + 5)
-    answer = await client.generate(prompt, 8, ignore_eos=True)
+    answer = await client.generate(prompt, 8, ignore_eos=True, **options)
     await wait_saved(cluster, before + NUM_BLOCKS)
     return prompt, answer
 
@@ -110,6 +110,16 @@ async def test_prompts_with_one_prefix_read_it_once(cluster, client, oracle):
         assert answer.token_ids == oracle(ids, max_tokens=6)
         assert answer.usage.num_cached_tokens == NUM_BLOCKS * BLOCK
     assert await read_counter(cluster, "tandem_disk_cache_read_blocks_total") == NUM_BLOCKS
+    await assert_well(cluster, oracle)
+
+
+async def test_what_was_saved_under_a_salt_is_found_under_that_only(cluster, client, oracle):
+    prompt, first = await saved(cluster, client, cache_salt="a")
+    await restart(cluster, is_killed=False)
+    for salt, num_cached in (("b", 0), ("a", NUM_BLOCKS * BLOCK)):
+        answer = await client.generate(prompt, 8, ignore_eos=True, cache_salt=salt)
+        assert answer.token_ids == first.token_ids
+        assert answer.usage.num_cached_tokens == num_cached
     await assert_well(cluster, oracle)
 
 

@@ -141,11 +141,11 @@ def route(
     return choose_route(tables, RoutedPrompt(num_tokens, num_tokens + 50, overlap, **options))
 
 
-def choose_with(ahead: int = 0, cost: float = 0.003, **held: int) -> Route:
+def choose_with(ahead: int = 0, cost: float = 0.003, rate: float = RATE, **held: int) -> Route:
     """For 320 tokens: prefill workers p, where `ahead` are queued, and q, and a decode worker d that computes
     nothing; `held` are blocks by name."""
     queued = {"p": ahead, "q": 0}
-    near = [known(name, replace(EMPTY, tokens_per_s=RATE, num_queued_tokens=queued[name])) for name in queued]
+    near = [known(name, replace(EMPTY, tokens_per_s=rate, num_queued_tokens=queued[name])) for name in queued]
     far = [known("d")]
     tables = {Role.PREFILL: table_of(near), Role.DECODE: table_of(far)}
     overlap = _by_epoch([*near, *far], held)
@@ -168,6 +168,8 @@ def test_a_pull_that_takes_longer_than_computing_is_none():
     assert pulled(choose_with(p=4, d=5, cost=0.015)) == ("d", 80), "16 ms to compute"
     assert pulled(choose_with(p=4, d=5, cost=0.017)) is None
     assert pulled(choose_with(p=4, d=18, cost=math.inf)) is None
+    assert pulled(choose_with(p=4, d=5, cost=0.017, rate=0.0)) == ("d", 80), "nobody knows how long"
+    assert pulled(choose_with(p=4, d=18, cost=math.inf, rate=0.0)) is None
 
 
 def test_a_hot_prefix_is_pulled_before_its_holder_is_queued_for_as_long_as_it_takes_to_compute():
