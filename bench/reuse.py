@@ -3,6 +3,9 @@
 Requests share a prefix that nobody has computed: the first one is cold, those that follow are warm. The last one
 comes while the worker that holds it computes a long prompt, so that it is served elsewhere, and the prefix pulled
 there. Then prompts that share nothing, in turns at a cluster with a prefix cache and at one without.
+
+Pools are so small that their memory is in use again soon: a page that is touched for the first time costs more than a
+cache does, and one without a cache touches few. The first round warms up and does not count.
 """
 
 import asyncio
@@ -22,11 +25,14 @@ from bench import report, systems
 from bench.client import OpenAIClient, Outcome
 from bench.serve import Target, progress_bar
 from bench.traffic import TOKEN_IDS
+from core.block_hash import HASH_BLOCK_TOKENS
 from core.errors import EngineFailed
 
 OWN_TOKENS = 16
 """Of each prompt after what it shares."""
 OUTPUT_TOKENS = 2
+POOL_SIZE = 1.25
+"""Of what a round needs at a time."""
 HEAD_START_S = 0.05
 """Until the long prompt is on its worker."""
 
@@ -57,7 +63,9 @@ class Plan:
 
     @property
     def arguments(self) -> list[str]:
-        return ["--prefill", str(self.num_prefill), "--decode", str(self.num_decode), *self.options]
+        num_blocks = POOL_SIZE * (self.long_tokens + self.prefix_tokens) // HASH_BLOCK_TOKENS
+        told = ["--prefill", str(self.num_prefill), "--decode", str(self.num_decode)]
+        return [*told, "--num-blocks", str(round(num_blocks)), *self.options]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +90,19 @@ class Unique:
 async def run(plan: Plan, json_path: Path | None = None) -> tuple[Shared, Unique]:
     """Both, shown; the file if asked for. Raises EngineFailed when a request is not answered whole."""
     with progress_bar(sys.stderr.isatty()) as bar:
-        task = bar.add_task("reuse", total=2 * plan.rounds)
+        task = bar.add_task("reuse", total=2 * plan.rounds + 2)
         async with systems.tandem(plan.model, plan.arguments).start() as target:
             rounds = []
-            for number in range(plan.rounds):
+            for number in range(plan.rounds + 1):
                 rounds.append(await _share(target, plan, number))
                 bar.advance(task)
-            shared = _medians(rounds)
+            shared = _medians(rounds[1:])
             without = systems.tandem(plan.model, [*plan.arguments, "--no-prefix-cache"])
             async with without.start() as other:
                 ratios: list[tuple[float, float]] = []
                 for number in range(plan.rounds + 1):
                     found = await _compare(target, other, plan, number)
-                    ratios += found if number else []  # the first turn is to warm up
+                    ratios += found if number else []
                     bar.advance(task)
     unique = Unique(*(median(values) for values in zip(*ratios, strict=True)))
     lines = conclusions(shared, unique)

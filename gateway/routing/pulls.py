@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import grpc
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 
 from core.block_hash import pool_chain
+from core.clock import loop_time
 from core.ids import BlockHash, Epoch, HandoffId, RequestId
 from core.logs import about_handoff
 from core.worker import WorkerRecord
@@ -37,6 +38,8 @@ PULLED = Counter("tandem_prefix_pulled_tokens", "Prompt tokens whose KV was move
 PULLED_BYTES = Counter(
     "tandem_prefix_pulled_bytes", "KV bytes that pulls moved, without framing.", ["connector"]
 )
+
+PULL_S = Histogram("tandem_prefix_pull_seconds", "How long pulls took that moved something.")
 
 
 class Moving(NamedTuple):
@@ -93,6 +96,7 @@ class Pulls:
         if sum(map(len, self._moving.values())) > MAX_PULLS:
             PULLS.labels(outcome="too_many").inc()
             return False
+        began_s = loop_time()
         try:
             async with asyncio.timeout(PULL_LIMIT_S):
                 fetched = await self._move(move, target, source, hashes)
@@ -103,6 +107,7 @@ class Pulls:
         else:
             PULLS.labels(outcome="moved" if fetched else "not_needed").inc()
             if fetched:
+                PULL_S.observe(loop_time() - began_s)
                 PULLED.inc(fetched.num_tokens)
                 PULLED_BYTES.labels(connector=fetched.connector).inc(fetched.num_bytes)
             return True
