@@ -4,8 +4,8 @@ Requests share a prefix that nobody has computed: the first one is cold, those t
 comes while the worker that holds it computes a long prompt, so that it is served elsewhere, and the prefix pulled
 there. Then prompts that share nothing, in turns at a cluster with a prefix cache and at one without.
 
-Pools are so small that their memory is in use again soon: a page that is touched for the first time costs more than a
-cache does, and one without a cache touches few. The first round warms up and does not count.
+Pools are small and filled before anything is measured: a page that is touched for the first time costs more than a
+cache does, and a cluster without one touches few. The first round does not count either.
 """
 
 import asyncio
@@ -63,9 +63,13 @@ class Plan:
 
     @property
     def arguments(self) -> list[str]:
-        num_blocks = POOL_SIZE * (self.long_tokens + self.prefix_tokens) // HASH_BLOCK_TOKENS
         told = ["--prefill", str(self.num_prefill), "--decode", str(self.num_decode)]
-        return [*told, "--num-blocks", str(round(num_blocks)), *self.options]
+        return [*told, "--num-blocks", str(self.num_blocks), *self.options]
+
+    @property
+    def num_blocks(self) -> int:
+        """Of each pool."""
+        return round(POOL_SIZE * (self.long_tokens + self.prefix_tokens)) // HASH_BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ async def run(plan: Plan, json_path: Path | None = None) -> tuple[Shared, Unique
         task = bar.add_task("reuse", total=2 * plan.rounds + 2)
         async with systems.tandem(plan.model, plan.arguments).start() as target:
             rounds = []
+            await _fill(target, plan)
             for number in range(plan.rounds + 1):
                 rounds.append(await _share(target, plan, number))
                 bar.advance(task)
@@ -155,6 +160,20 @@ async def _share(target: Target, plan: Plan, number: int) -> Round:
         elsewhere_s = await ask()
         await occupying
         return Round(cold_s, median(warm_s), elsewhere_s, await _num_pulls(target) > before)
+    finally:
+        await client.close()
+
+
+async def _fill(target: Target, plan: Plan) -> None:
+    """Every pool, with prompts that share nothing."""
+    rng = random.Random("fill")
+    num_prompts = plan.num_prefill * (plan.num_blocks * HASH_BLOCK_TOKENS // plan.prefix_tokens + 1)
+    client = target.client()
+    try:
+        await client.find_model()
+        for _ in range(-(-num_prompts // plan.num_prefill)):
+            prompts = [plan.tokens(rng, plan.prefix_tokens) for _ in range(plan.num_prefill)]
+            await asyncio.gather(*(_whole(client, prompt) for prompt in prompts))
     finally:
         await client.close()
 
