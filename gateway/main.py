@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -53,7 +54,7 @@ async def serve(config: GatewayConfig) -> int:
     fleet = Fleet(Registry(store), model_id, prefixes)
     metrics = GatewayMetrics(lambda: fleet.links)
     rows = HandoffRows(store)
-    pulls = Pulls()
+    pulls = Pulls() if math.isfinite(config.pull_cost_s) else None
     orchestrator = Orchestrator(
         fleet,
         prefixes,
@@ -88,7 +89,8 @@ async def serve(config: GatewayConfig) -> int:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        await pulls.close()
+        if pulls is not None:
+            await pulls.close()
         await grammars.close()
         await store.close()
         await tracing.close()

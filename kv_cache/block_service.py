@@ -20,6 +20,7 @@ from core.grant import Grant, Seal
 from core.ids import BlockHash, HandoffId
 from core.logs import about_handoff
 from engine.messages import Fetching
+from kv_cache.disk_tier import DiskTier
 from kv_cache.engine_cache import EngineCache
 from kv_transfer.base import KVTransfer, runs_of
 from kv_transfer.connections import Connections
@@ -36,11 +37,12 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class BlockService(blocks_pb2_grpc.BlocksServicer):
-    """One per worker, of either tier. Owns no block: the engine does."""
+    """One per worker, of either tier. Owns no block: the engine does. What only its `disk` has is sent as well."""
 
     def __init__(self, cache: EngineCache, connections: Connections) -> None:
         self._cache = cache
         self._connections = connections
+        self.disk: DiskTier | None = None
         self._fetches: set[HandoffId] = set()
         self._ends: set[asyncio.Task[None]] = set()
 
@@ -83,6 +85,8 @@ class BlockService(blocks_pb2_grpc.BlocksServicer):
         if len(hashes) != len(grant.block_ids):
             message = f"{len(hashes)} hashes for {len(grant.block_ids)} blocks"
             await _abort(context, grant.handoff_id, grpc.StatusCode.INVALID_ARGUMENT, message)
+        if self.disk is not None:
+            await self.disk.prepare_blocks(hashes)
         lent = await self._cache.lend(grant.handoff_id, hashes)
         transfer: KVTransfer | None = None
         try:

@@ -81,7 +81,20 @@ class DiskTier:
 
     async def prepare(self, tokens: Sequence[int], salt: bytes = b"") -> None:
         """Returns when what the disk has of a prompt is cached, as far as there is room, or will not be."""
-        wanted = await self._wanted(tokens, salt)
+        if not self._store.counts.num_blocks:
+            return
+
+        def chained() -> Sequence[BlockHash]:
+            """The last token's block is computed."""
+            chain = hash_chain(tokens[:-1], self._spec.fingerprint, salt=salt)
+            return pool_chain(chain, self._spec.block_size)
+
+        chain = await asyncio.to_thread(chained) if len(tokens) > INLINE_TOKENS else chained()
+        await self.prepare_blocks(chain)
+
+    async def prepare_blocks(self, chain: Sequence[BlockHash]) -> None:
+        """The same for blocks that follow one another."""
+        wanted = self._wanted(chain)
         if not wanted:
             return
         reading = self._reads.get(wanted[-1])
@@ -125,16 +138,8 @@ class DiskTier:
         await asyncio.to_thread(self._thread.shutdown)
         self._store.close()
 
-    async def _wanted(self, tokens: Sequence[int], salt: bytes) -> list[BlockHash]:
-        """The prompt's leading blocks up to the last that only the disk has; its last token's block is computed."""
-        if not self._store.counts.num_blocks:
-            return []
-        fingerprint = self._spec.fingerprint
-
-        def chained() -> Sequence[BlockHash]:
-            return pool_chain(hash_chain(tokens[:-1], fingerprint, salt=salt), self._spec.block_size)
-
-        chain = await asyncio.to_thread(chained) if len(tokens) > INLINE_TOKENS else chained()
+    def _wanted(self, chain: Sequence[BlockHash]) -> list[BlockHash]:
+        """The leading blocks up to the last one that only the disk has."""
         num_cached = sum(1 for _ in takewhile(self._cached.__contains__, chain))
         num_saved = sum(1 for _ in takewhile(self._store.__contains__, chain[num_cached:]))
         return list(chain[: num_cached + num_saved]) if num_saved else []

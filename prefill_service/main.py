@@ -57,9 +57,8 @@ async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
     names = [session_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name, BLOCKS_SERVICE]
     saving: asyncio.Task[None] | None = None
     if store is not None:
-        disk = service.disk = DiskTier(
-            store, engine.region, geometry.kv_spec, service.cache, server.publisher.note
-        )
+        disk = DiskTier(store, engine.region, geometry.kv_spec, service.cache, server.publisher.note)
+        service.disk = blocks.disk = disk
         saving = asyncio.create_task(keep_running("saving blocks", disk.run))
     follow = asyncio.create_task(service.follow_engine())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +19,8 @@ from engine.hash_runner import HashRunner
 from engine.messages import Fetching, Lent
 from engine.scheduler import Scheduler, SchedulerLimits
 from kv_cache.block_service import BlockService
+from kv_cache.disk_store import DiskStore
+from kv_cache.disk_tier import DiskTier
 from kv_cache.engine_cache import EngineCache
 from kv_transfer.base import Identity, TransferOptions
 from kv_transfer.connections import Connections
@@ -153,6 +156,26 @@ async def test_only_what_is_lacking_crosses(pair: tuple[Worker, Worker]):
     assert fetched.num_tokens == 6 * SPEC.block_size
     await target.wait_idle()
     target.check(10)
+
+
+async def test_what_only_the_disk_of_a_worker_has_is_sent_as_well(
+    pair: tuple[Worker, Worker], tmp_path: Path
+):
+    source, target = pair
+    store = DiskStore(tmp_path, "model", SPEC.block_bytes, 1 << 20)
+    for block_hash in CHAIN[:10]:
+        store.put(block_hash, memoryview(_content(block_hash)))
+    told: set[BlockHash] = set()
+    disk = DiskTier(store, source.region, SPEC, source.cache, lambda _, block_hash: told.add(block_hash))
+    source.service.disk = disk
+    assert told == set(CHAIN[:10]), "they count as held"
+    target.hold(CHAIN[:4])
+    fetched = await _move(source, target, CHAIN[:10])
+    assert fetched.num_tokens == 6 * SPEC.block_size
+    await target.wait_idle()
+    target.check(10)
+    await source.wait_idle()
+    await disk.close(1.0)
 
 
 async def test_nothing_is_granted_for_what_is_there_or_finds_no_room(pair: tuple[Worker, Worker]):
