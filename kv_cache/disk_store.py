@@ -77,7 +77,8 @@ class DiskStore:
         )
         self._block_bytes = block_bytes
         self._record_bytes = _PREFIX_BYTES + block_bytes
-        self._per_segment = max(1, min(segment_bytes, max_bytes // 2) // self._record_bytes)
+        room = min(segment_bytes, max_bytes // 2) - _HEADER.size
+        self._per_segment = max(1, room // self._record_bytes)
         self._max_segments = max_bytes // (self._per_segment * self._record_bytes + _HEADER.size)
         if self._max_segments < 2:
             raise ValueError(

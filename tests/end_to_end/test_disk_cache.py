@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 from click.testing import CliRunner
 
+from core.kv_spec import DType, KVSpec
 from tandem.cli import main
 from tandem.testing import LocalCluster
 from tests.end_to_end.clients import Answer, Client, assert_well, read_counter
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 rng = random.Random(23)
 BLOCK = 16
 NUM_BLOCKS = 20
+HEADER_BYTES, PREFIX_BYTES = 40, 32
 WORKERS = ["prefill-0", "decode-0"]
 
 
@@ -56,6 +58,14 @@ async def wait_saved(cluster: LocalCluster, num_blocks: float) -> None:
             await asyncio.sleep(0.05)
 
 
+async def wait_read(cluster: LocalCluster) -> None:
+    """Until the worker has told that it read one prompt's blocks, and no more."""
+    async with asyncio.timeout(10):
+        while not (num_read := await read_counter(cluster, "tandem_disk_cache_read_blocks_total")):
+            await asyncio.sleep(0.05)
+    assert num_read == NUM_BLOCKS
+
+
 async def saved(cluster: LocalCluster, client: Client, **options: str) -> tuple[list[int], Answer]:
     """A prompt that was computed, once its blocks are on disk."""
     before = await on_disk(cluster)
@@ -76,12 +86,14 @@ async def restart(cluster: LocalCluster, is_killed: bool) -> None:
     await cluster.wait_workers(WORKERS)
 
 
-def damage(directory: Path) -> None:
-    """A byte of every block, and more."""
+def damage(directory: Path, block_bytes: int) -> None:
+    """A byte of every block."""
     for path in files(directory):
         data = bytearray(path.read_bytes())
-        for place in range(100, len(data), 997):
-            data[place] ^= 255
+        for end in range(
+            HEADER_BYTES + PREFIX_BYTES + block_bytes, len(data) + 1, PREFIX_BYTES + block_bytes
+        ):
+            data[end - 1] ^= 1
         path.write_bytes(data)
 
 
@@ -97,7 +109,7 @@ async def test_a_restarted_worker_has_its_prefixes(cluster, client, oracle, is_k
     answer = await client.generate(prompt, 8, ignore_eos=True)
     assert answer.token_ids == first.token_ids == oracle(prompt, max_tokens=8)
     assert answer.usage.num_cached_tokens == NUM_BLOCKS * BLOCK
-    assert await read_counter(cluster, "tandem_disk_cache_read_blocks_total") == NUM_BLOCKS
+    await wait_read(cluster)
     await assert_well(cluster, oracle)
 
 
@@ -109,7 +121,7 @@ async def test_prompts_with_one_prefix_read_it_once(cluster, client, oracle):
     for ids, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == oracle(ids, max_tokens=6)
         assert answer.usage.num_cached_tokens == NUM_BLOCKS * BLOCK
-    assert await read_counter(cluster, "tandem_disk_cache_read_blocks_total") == NUM_BLOCKS
+    await wait_read(cluster)
     await assert_well(cluster, oracle)
 
 
@@ -136,13 +148,17 @@ async def test_a_client_that_leaves_while_its_prefix_is_read_leaves_nothing(clus
 
 async def test_damaged_files_cost_a_computation_and_no_token(cluster, client, oracle, directory: Path):
     prompt, first = await saved(cluster, client)
+    spec = (await cluster.workers())[0]["record"]["kv_spec"]
+    block_bytes = KVSpec(**{**spec, "dtype": DType(spec["dtype"])}).block_bytes
     await cluster.processes["prefill-0"].stop()
-    damage(directory)
+    damage(directory, block_bytes)
     await restart(cluster, is_killed=True)
     answer = await client.generate(prompt, 8, ignore_eos=True)
     assert answer.token_ids == first.token_ids
     assert answer.usage.num_cached_tokens == 0
-    assert await read_counter(cluster, "tandem_disk_cache_bad_blocks_total") > 0
+    async with asyncio.timeout(10):
+        while not await read_counter(cluster, "tandem_disk_cache_bad_blocks_total"):
+            await asyncio.sleep(0.05)
     await assert_well(cluster, oracle)
 
 

@@ -22,7 +22,7 @@ def content(block_hash: BlockHash) -> memoryview:
 
 
 def opened(
-    directory: Path, max_bytes: int = 1 << 20, content: str = "model", segment: int = 4 * RECORD
+    directory: Path, max_bytes: int = 1 << 20, content: str = "model", segment: int = 4 * RECORD + 40
 ) -> DiskStore:
     return DiskStore(directory, content, BLOCK, max_bytes, segment, VirtualClock())
 
@@ -133,7 +133,7 @@ def test_a_directory_that_cannot_be_made_and_too_few_bytes_are_mistakes(tmp_path
 
 def test_a_disk_that_refuses_costs_hits_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock = VirtualClock()
-    store = DiskStore(tmp_path, "model", BLOCK, 1 << 20, 4 * RECORD, clock)
+    store = DiskStore(tmp_path, "model", BLOCK, 1 << 20, 4 * RECORD + 40, clock)
     fill(store, HASHES[:2])
 
     def refuse(*_: object) -> int:
@@ -159,6 +159,16 @@ def test_nothing_is_left_after_clear(tmp_path: Path):
     assert store.hashes() == list(tmp_path.glob("*.kv")) == []
     fill(store, HASHES[:2])
     assert found(store, HASHES[1])
+    store.close()
+
+
+@pytest.mark.parametrize("num_bytes", range(2 * (RECORD + 40), 12 * RECORD, 37))
+def test_any_room_for_two_blocks_is_used_and_not_exceeded(tmp_path: Path, num_bytes: int):
+    store = opened(tmp_path, num_bytes)
+    for block_hash in HASHES[:20]:
+        fill(store, [block_hash])
+        assert found(store, block_hash)
+        assert sum(path.stat().st_size for path in tmp_path.glob("*.kv")) <= num_bytes
     store.close()
 
 
