@@ -2,7 +2,8 @@
 
 Requests share a prefix that nobody has computed: the first one is cold, those that follow are warm. The last one
 comes while the worker that holds it computes a long prompt, so that it is served elsewhere, and the prefix pulled
-there. Then prompts that share nothing, in turns at a cluster with a prefix cache and at one without.
+there. Then prompts that share nothing, in turns at a cluster with a prefix cache and at one without. Last, a cluster
+with a disk below its prefix cache is started again, and asked for what it knew.
 
 Pools are small and filled before anything is measured: a page that is touched for the first time costs more than a
 cache does, and a cluster without one touches few. The first round does not count either.
@@ -13,6 +14,7 @@ import json
 import random
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,10 +93,18 @@ class Unique:
     duration: float
 
 
-async def run(plan: Plan, json_path: Path | None = None) -> tuple[Shared, Unique]:
-    """Both, shown; the file if asked for. Raises EngineFailed when a request is not answered whole."""
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """Medians of times to first token, seconds: of prefixes before a restart, and of the same after it."""
+
+    cold_s: float
+    warm_s: float
+
+
+async def run(plan: Plan, json_path: Path | None = None) -> tuple[Shared, Unique, Restarted]:
+    """All, shown; the file if asked for. Raises EngineFailed when a request is not answered whole."""
     with progress_bar(sys.stderr.isatty()) as bar:
-        task = bar.add_task("reuse", total=2 * plan.rounds + 2)
+        task = bar.add_task("reuse", total=2 * plan.rounds + 3)
         async with systems.tandem(plan.model, plan.arguments).start() as target:
             rounds = []
             await _fill(target, plan)
@@ -109,19 +119,20 @@ async def run(plan: Plan, json_path: Path | None = None) -> tuple[Shared, Unique
                     found = await _compare(target, other, plan, number)
                     ratios += found if number else []
                     bar.advance(task)
-    unique = Unique(*(median(values) for values in zip(*ratios, strict=True)))
-    lines = conclusions(shared, unique)
+        unique = Unique(*(median(values) for values in zip(*ratios, strict=True)))
+        restarted = await _restart(plan)
+        bar.advance(task)
+    lines = conclusions(shared, unique, restarted)
     for line in lines:
         Console().print(line, markup=False, soft_wrap=True)
     if json_path is not None:
         told = {"machine": report.machine(), "plan": asdict(plan), "conclusions": lines}
-        report.write(
-            json_path, json.dumps({**told, "shared": asdict(shared), "unique": asdict(unique)}, indent=1)
-        )
-    return shared, unique
+        told |= {"shared": asdict(shared), "unique": asdict(unique), "restarted": asdict(restarted)}
+        report.write(json_path, json.dumps(told, indent=1))
+    return shared, unique, restarted
 
 
-def conclusions(shared: Shared, unique: Unique) -> list[str]:
+def conclusions(shared: Shared, unique: Unique, restarted: Restarted) -> list[str]:
     return [
         f"First token, cold {1e3 * shared.cold_s:.0f} ms, warm {1e3 * shared.warm_s:.0f} ms: "
         f"{shared.warm_s / shared.cold_s:.2f} of it.",
@@ -129,6 +140,8 @@ def conclusions(shared: Shared, unique: Unique) -> list[str]:
         f"{shared.elsewhere_s / shared.cold_s:.2f} of cold; {shared.num_pulled} of {shared.rounds} by a pull.",
         f"Without reuse, with a cache over without one: {unique.first_token:.3f} of the time to first token, "
         f"{unique.duration:.3f} of the duration.",
+        f"From disk after a restart: {1e3 * restarted.warm_s:.0f} ms, before it, cold, "
+        f"{1e3 * restarted.cold_s:.0f} ms: {restarted.warm_s / restarted.cold_s:.2f} of it.",
     ]
 
 
@@ -214,6 +227,26 @@ async def _compare(target: Target, other: Target, plan: Plan, number: int) -> li
         for client in clients:
             await client.close()
     return ratios
+
+
+async def _restart(plan: Plan) -> Restarted:
+    """Each prefix is asked for once in either life, by a prompt of its own."""
+    rng = random.Random("restart")
+    prefixes = [plan.tokens(rng, plan.prefix_tokens) for _ in range(plan.rounds)]
+    times_s: list[list[float]] = []
+    with tempfile.TemporaryDirectory(prefix="tandem-reuse-") as directory:
+        system = systems.tandem(plan.model, [*plan.options, "--disk-cache", directory])
+        for _ in range(2):
+            async with system.start() as target:
+                client = target.client()
+                try:
+                    await client.find_model()
+                    await _whole(client, plan.tokens(rng, OWN_TOKENS))
+                    prompts = [[*prefix, *plan.tokens(rng, OWN_TOKENS)] for prefix in prefixes]
+                    times_s.append([(await _whole(client, prompt)).first_token_s for prompt in prompts])
+                finally:
+                    await client.close()
+    return Restarted(median(times_s[0]), median(times_s[1]))
 
 
 async def _whole(client: OpenAIClient, prompt_ids: Sequence[int]) -> Outcome:

@@ -96,4 +96,5 @@ def test_what_is_shared_is_computed_once_and_pulled_elsewhere(tiny_model, tmp_pa
     found = json.loads(told.read_text())
     assert min(found["shared"][name] for name in ("cold_s", "warm_s", "elsewhere_s")) > 0
     assert found["unique"]["first_token"] > 0
-    assert len(found["conclusions"]) == 3
+    assert min(found["restarted"].values()) > 0
+    assert len(found["conclusions"]) == 4
