@@ -162,6 +162,6 @@ def test_sessions_and_transfers_are_open_to_the_right_tier_only():
             for port in rule["ports"]
         }
 
-    assert sources("tandem-prefill") == {50052: ["gateway"]}
-    assert sources("tandem-decode") == {50052: ["gateway"], 50053: ["prefill"]}
+    for tier in ("tandem-prefill", "tandem-decode"):
+        assert sources(tier) == {50052: ["gateway"], 50053: ["prefill", "decode"]}
     assert sources("tandem-redis") == {6379: ["any"]}
