@@ -17,10 +17,10 @@ class Sent:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DiskCounts:
     """What a worker's disk cache holds, and blocks that it has read, written, given up for others, or found damaged
-    since the worker's start, and the disk's errors."""
+    since the worker's start, and the disk's errors. Its store counts in it; others have copies."""
 
     num_blocks: int = 0
     num_bytes: int = 0

@@ -23,6 +23,7 @@ import xxhash
 from core.block_hash import HASH_BYTES
 from core.clock import Clock, monotonic
 from core.ids import BlockHash
+from core.load import DiskCounts
 
 logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 32 << 20
@@ -33,19 +34,6 @@ _MAGIC = b"tandemkv"
 _HEADER = struct.Struct("<8s32s")
 _DIGEST_BYTES = 16
 _PREFIX_BYTES = HASH_BYTES + _DIGEST_BYTES
-
-
-@dataclass(slots=True)
-class StoreCounts:
-    """What a store has done since it was opened, and how much it holds now. `num_bad` records failed their check."""
-
-    num_blocks: int = 0
-    num_bytes: int = 0
-    num_read: int = 0
-    num_written: int = 0
-    num_evicted: int = 0
-    num_bad: int = 0
-    num_errors: int = 0
 
 
 @dataclass(slots=True)
@@ -93,7 +81,7 @@ class DiskStore:
         self._next = 0
         self._silent_until_s = -RETRY_S
         self._owner = _own(directory)
-        self.counts = StoreCounts()
+        self.counts = DiskCounts()
         for path in sorted(directory.glob("*.kv")):
             self._open(path)
         if self._segments and len(self._segments[last := max(self._segments)].hashes) < self._per_segment:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import replace
 from itertools import count, takewhile
 from typing import Any
 
@@ -63,7 +63,7 @@ class DiskTier:
     @property
     def counts(self) -> DiskCounts:
         """As they travel with the worker's load."""
-        return DiskCounts(*astuple(self._store.counts))
+        return replace(self._store.counts)
 
     def on_cache_change(self, is_stored: bool, block_hash: BlockHash) -> None:
         """From the engine: a block is cached, or no more."""

@@ -116,3 +116,15 @@ async def read_counter(cluster: LocalCluster, name: str, **labels: str) -> float
     samples = re.findall(rf"^{name}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     return sum(float(value) for found, value in samples if all(label in found for label in wanted))
+
+
+async def indexed(cluster: LocalCluster) -> float:
+    """Blocks that the gateway knows."""
+    return await read_counter(cluster, "tandem_prefix_index_blocks")
+
+
+async def wait_indexed(cluster: LocalCluster, num_more: int, before: float) -> None:
+    """Until it knows so many more than before."""
+    async with asyncio.timeout(10):
+        while await indexed(cluster) < before + num_more:
+            await asyncio.sleep(0.02)

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from tandem.cli import main
 from tandem.testing import LocalCluster
-from tests.end_to_end.clients import Client, assert_well, read_counter
+from tests.end_to_end.clients import Client, assert_well, indexed, read_counter, wait_indexed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 rng = random.Random(7)
@@ -36,17 +36,6 @@ async def client(cluster, connect) -> AsyncIterator[Client]:
 
 def tokens(count: int) -> list[int]:
     return [rng.randrange(256) for _ in range(count)]
-
-
-async def wait_indexed(cluster: LocalCluster, num_more: int, before: float) -> None:
-    """Until the gateway knows so many blocks more."""
-    async with asyncio.timeout(10):
-        while await indexed(cluster) < before + num_more:
-            await asyncio.sleep(0.02)
-
-
-async def indexed(cluster: LocalCluster) -> float:
-    return await read_counter(cluster, "tandem_prefix_index_blocks")
 
 
 async def test_each_turn_of_a_chat_computes_what_is_new(cluster, client, oracle):
