@@ -80,7 +80,8 @@ class DiskTier:
                 self._note(False, block_hash)
 
     async def prepare(self, tokens: Sequence[int], salt: bytes = b"") -> None:
-        """Returns when what the disk has of a prompt is cached, as far as there is room, or will not be."""
+        """Returns when what the disk has of a prompt is cached, as far as there is room, or will not be. What goes
+        wrong with reading is logged, and nobody else's concern."""
         if not self._store.counts.num_blocks:
             return
 
@@ -100,17 +101,16 @@ class DiskTier:
         reading = self._reads.get(wanted[-1])
         if reading is None:
             reading = asyncio.create_task(self._read(wanted))
+            reading.add_done_callback(_log_failure)
             for block_hash in wanted:
                 self._reads.setdefault(block_hash, reading)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(READ_LIMIT_S):
-                await asyncio.shield(reading)
+        await asyncio.wait([reading], timeout=READ_LIMIT_S)
 
     def clear(self) -> None:
         """Forget everything on disk. (The engine was told to clear its cache.)"""
         self._num_clears += 1
         self._unsaved.clear()
-        self._thread.submit(self._store.clear).add_done_callback(_raise)
+        self._thread.submit(self._store.clear).add_done_callback(_log_failure)
         for block_hash in self._store.hashes():
             if block_hash not in self._cached:
                 self._note(False, block_hash)
@@ -195,12 +195,10 @@ class DiskTier:
         return gone
 
     def _forget(self, gone: Iterable[BlockHash]) -> None:
-        """The store has these no more: what is cached of them is saved anew."""
+        """The store has these no more. What is cached of them is not saved anew: a pool that is larger than the disk
+        would be written for ever."""
         for block_hash in gone:
-            if block_hash in self._cached:
-                self._unsaved[block_hash] = None
-                self._changed.set()
-            elif block_hash not in self._store:
+            if block_hash not in self._cached and block_hash not in self._store:
                 self._note(False, block_hash)
 
     def _new_id(self, what: str) -> HandoffId:
@@ -219,6 +217,7 @@ async def _to_its_end(work: "asyncio.Future[Any]") -> Any:
     return work.result()
 
 
-def _raise(work: Any) -> None:
-    if work.exception() is not None:
-        logger.error("the disk cache was not cleared", exc_info=work.exception())
+def _log_failure(work: Any) -> None:
+    """Of a thread's work or a task."""
+    if not work.cancelled() and work.exception() is not None:
+        logger.error("the disk cache failed", exc_info=work.exception())

@@ -134,11 +134,8 @@ class PrefillService(
         events.put(pb.PrefillEvent(queued=pb.PrefillQueued(handoff_id=start.handoff_id)))
 
     async def _start_prepared(self, disk: DiskTier, command: StartPrompt) -> None:
-        """Once what the disk has of the prompt is cached. Whatever may be wrong with that, it is computed."""
-        try:
-            await disk.prepare([*command.prompt_ids, *command.output_ids], command.cache_salt)
-        except Exception:
-            logger.exception("reading from disk failed", extra=about_handoff(command.id))
+        """Once what the disk has of the prompt is cached, as far as it will be."""
+        await disk.prepare([*command.prompt_ids, *command.output_ids], command.cache_salt)
         self._engine.send(command)
 
     def _retire(self, handoff_id: HandoffId, attempt: int) -> bool:

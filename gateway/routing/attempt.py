@@ -210,7 +210,9 @@ class Attempt:
         target = self._claims.computed_by
         if self._pulls is None or target is None or self._taken_over is not None:
             return
-        settling = asyncio.create_task(self._pulls.settle(target, self._request, self._pull))
+        if self._pull is None and not self._pulls.is_moving(target):
+            return
+        settling = asyncio.create_task(self._pulls.settle(target, self.id, self._request, self._pull))
         try:
             await asyncio.wait(
                 [settling, cancelling], timeout=self._left_s(), return_when=asyncio.FIRST_COMPLETED

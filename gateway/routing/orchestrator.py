@@ -156,15 +156,16 @@ class Orchestrator:
         """Who is to serve it, from what is known now; that a decode worker computes the prompt where others could is
         counted and reported. Raises WorkerLost when no decode worker is left."""
         request = live.request
+        overlap = await self._overlap(live)
         asked = RoutedPrompt(
             len(request.prompt_ids) + len(history.committed),
             len(request.prompt_ids) + request.params.max_tokens,
-            await self._overlap(live),
+            overlap,
             self._max_local_tokens,
             history.avoid,
             history.holder,
             history.may_be_local,
-            self._held(request),
+            self._held(request) if overlap else {},
             self._pull_cost_s,
         )
         route = self._choose(self._fleet.tables, asked)

@@ -9,8 +9,9 @@ what is on its way to their worker wait for it.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -50,32 +51,36 @@ class Moving(NamedTuple):
 
 
 class Pulls:
-    """One per gateway. Owns the channels that it opens: `close()`."""
+    """One per gateway. Owns what is on its way: `close()`."""
 
     def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
         self._moving: dict[Epoch, list[Moving]] = {}
 
-    async def settle(self, target: WorkerRecord, request: GenerationRequest, pull: Pull | None) -> bool:
+    def is_moving(self, target: WorkerRecord) -> bool:
+        """Whether anything is on its way there."""
+        return target.epoch in self._moving
+
+    async def settle(
+        self, target: WorkerRecord, handoff_id: HandoffId, request: GenerationRequest, pull: Pull | None
+    ) -> bool:
         """Returns when what the target will have of the prompt is there, or will not be: what others are having moved
-        there, or else what `pull` names. False when something was to be moved and was not."""
+        there, or else what `pull` names, for that attempt. False when something was to be moved and was not."""
         chain = pool_chain(request.chain, target.kv_spec.block_size)
         tasks = [moving.task for moving in self._moving.get(target.epoch, ()) if moving.last in chain]
         if not tasks and pull is not None:
             hashes = chain[: pull.num_tokens // target.kv_spec.block_size]
-            tasks = [self._begin(target, request.request_id, pull.source, hashes)]
+            tasks = [self._begin(target, handoff_id, pull.source, hashes)]
         return all(await asyncio.gather(*map(asyncio.shield, tasks)))
 
     async def close(self) -> None:
         for moving in [moving for several in self._moving.values() for moving in several]:
             moving.task.cancel()
-        for channel in self._channels.values():
-            await channel.close()
+            await asyncio.wait([moving.task])
 
     def _begin(
-        self, target: WorkerRecord, request_id: RequestId, source: WorkerRecord, hashes: Sequence[BlockHash]
+        self, target: WorkerRecord, handoff_id: HandoffId, source: WorkerRecord, hashes: Sequence[BlockHash]
     ) -> "asyncio.Task[bool]":
-        task = asyncio.create_task(self._pull(target, request_id, source, hashes))
+        task = asyncio.create_task(self._pull(target, handoff_id, source, hashes))
         several = self._moving.setdefault(target.epoch, [])
         moving = Moving(hashes[-1], task)
         several.append(moving)
@@ -89,10 +94,10 @@ class Pulls:
         return task
 
     async def _pull(
-        self, target: WorkerRecord, request_id: RequestId, source: WorkerRecord, hashes: Sequence[BlockHash]
+        self, target: WorkerRecord, handoff_id: HandoffId, source: WorkerRecord, hashes: Sequence[BlockHash]
     ) -> bool:
         """Whether the target has got what it lacked. Never raises but for being cancelled."""
-        move = HandoffId(RequestId(f"{request_id}.pull"), 1)
+        move = HandoffId(RequestId(f"{handoff_id.request_id}.pull"), handoff_id.attempt)
         if sum(map(len, self._moving.values())) > MAX_PULLS:
             PULLS.labels(outcome="too_many").inc()
             return False
@@ -125,32 +130,36 @@ class Pulls:
             worker=convert.identity_to_proto(*target.key),
             hashes=hashes,
         )
-        call = self._stub(target).Fetch(request)
-        try:
-            grant = (await _next(call)).grant
-            if not grant.block_ids:
-                return None
-            await self._send(source, grant, hashes, target.kv_spec.block_size)
-            return (await _next(call)).fetched
-        finally:
-            call.cancel()
+        async with _connected(target) as stub:
+            call = stub.Fetch(request)
+            try:
+                grant = (await _next(call)).grant
+                if not grant.block_ids:
+                    return None
+                await _send(source, grant, hashes, target.kv_spec.block_size)
+                return (await _next(call)).fetched
+            finally:
+                call.cancel()
 
-    async def _send(
-        self, source: WorkerRecord, grant: types.Grant, hashes: Sequence[BlockHash], block_size: int
-    ) -> None:
-        first = grant.num_cached_tokens // block_size
-        request = pb.SendRequest(
-            grant=grant,
-            worker=convert.identity_to_proto(*source.key),
-            hashes=hashes[first : first + len(grant.block_ids)],
-        )
-        await self._stub(source).Send(request)
 
-    def _stub(self, record: WorkerRecord) -> Any:
-        channel = self._channels.get(record.address)
-        if channel is None:
-            channel = self._channels[record.address] = grpc.aio.insecure_channel(record.address)
-        return blocks_pb2_grpc.BlocksStub(channel)
+async def _send(
+    source: WorkerRecord, grant: types.Grant, hashes: Sequence[BlockHash], block_size: int
+) -> None:
+    first = grant.num_cached_tokens // block_size
+    request = pb.SendRequest(
+        grant=grant,
+        worker=convert.identity_to_proto(*source.key),
+        hashes=hashes[first : first + len(grant.block_ids)],
+    )
+    async with _connected(source) as stub:
+        await stub.Send(request)
+
+
+@contextlib.asynccontextmanager
+async def _connected(record: WorkerRecord) -> AsyncIterator[Any]:
+    """A connection for one call: it costs little beside what it moves, and leaves nothing of workers that go."""
+    async with grpc.aio.insecure_channel(record.address) as channel:
+        yield blocks_pb2_grpc.BlocksStub(channel)
 
 
 async def _next(call: Any) -> pb.FetchEvent:
